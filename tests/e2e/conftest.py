@@ -27,7 +27,7 @@ DOCUMENTS = 600
 """Paragraphs of Python's language reference: short, so that one sample holds several."""
 
 
-def _once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+def _once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """A folder that of several workers of pytest the first one that asks makes, for all: its path is then the same for all."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -68,6 +68,22 @@ def straight(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Call
         return _once(tmp_path_factory, f"straight {name}", make)
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def exported(product: Product, straight: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The HuggingFace folder of the run of one process. Nothing writes there afterwards."""
+
+    def make(made: Path) -> None:
+        product.run("export", "--load", straight("one"), "--output", made).ok()
+
+    return _once(tmp_path_factory, "exported", make)
+
+
+@pytest.fixture(scope="session")
+def base(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that knows a little English, as a HuggingFace folder, for instruction and preference tuning."""
+    return _once(tmp_path_factory, "base", lambda made: product.train(export_hf=made, train_iters=10, max_position_embeddings=160))
 
 
 @pytest.fixture

@@ -21,19 +21,9 @@ from tests.launcher import Finished, Launcher, Run
 
 VOCAB_SIZE, SEQ_LENGTH, GLOBAL_BATCH_SIZE, ITERS = 512, 32, 8, 6
 TINY: Mapping[str, object] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_layers": 4,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "seq_length": SEQ_LENGTH,
-    "micro_batch_size": 2,
-    "global_batch_size": GLOBAL_BATCH_SIZE,
-    "train_iters": ITERS,
-    "lr_decay_iters": ITERS,
-    "lr": 3e-3,
-    "split": "90,10,0",
-    "log_interval": 1,
+    "hidden_size": 64, "intermediate_size": 128, "num_layers": 4, "num_attention_heads": 4, "num_query_groups": 2, "seq_length": SEQ_LENGTH,
+    "micro_batch_size": 2, "global_batch_size": GLOBAL_BATCH_SIZE, "train_iters": ITERS, "lr_decay_iters": ITERS, "lr": 3e-3,
+    "split": "90,10,0", "log_interval": 1,
 }
 SHAPELESS: Mapping[str, object] = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
 """Changes of TINY that leave the model's shape to the weights with which a run begins."""
@@ -63,22 +53,12 @@ INTERLEAVED = Layout(2, {"pipeline_model_parallel_size": 2, "pipeline_schedule":
 MIXED = Layout(
     8,
     {
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": True,
-        "context_parallel_size": 2,
-        "cp_comm_type": "ring",
-        "pipeline_model_parallel_size": 2,
-        "pipeline_schedule": "zb-v",
-        "data_parallel_sharding_strategy": "optim_grads",
+        "tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2, "cp_comm_type": "ring",
+        "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v", "data_parallel_sharding_strategy": "optim_grads",
     },
 )
 LAYOUTS: Mapping[str, Layout] = {
-    "one": ONE,
-    "tp2 sp": TP2,
-    "dp2 optim_grads": DP2,
-    "dp4 optim_grads_params in shards of 2": HYBRID,
-    "cp2": CP2,
-    "cp2 ring": CP2_RING,
+    "one": ONE, "tp2 sp": TP2, "dp2 optim_grads": DP2, "dp4 optim_grads_params in shards of 2": HYBRID, "cp2": CP2, "cp2 ring": CP2_RING,
     "tp2 sp cp2 ring pp2 zb-v optim_grads": MIXED,
 }
 SPREAD = ("tp2 sp cp2 ring pp2 zb-v optim_grads", "dp4 optim_grads_params in shards of 2")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_llama.data.corpus import docstring_pairs, write_preferences
+from megatron_llama.data.corpus import docstring_pairs
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.e2e.product import DP2_PARAMS, MIXED, ONE, Layout, Product, assert_same_state, log, words
@@ -19,28 +19,13 @@ from tests.launcher import Finished, Run
 
 SEQ_LENGTH, GLOBAL, ITERS = 160, 4, 4
 TUNING = {
-    "seq_length": SEQ_LENGTH,
-    "micro_batch_size": 2,
-    "global_batch_size": GLOBAL,
-    "train_iters": ITERS,
-    "lr_decay_iters": ITERS,
-    "lr": 1e-3,
-    "log_interval": 1,
-    "split": "90,10,0",
-    "packing": True,
+    "seq_length": SEQ_LENGTH, "micro_batch_size": 2, "global_batch_size": GLOBAL, "train_iters": ITERS, "lr_decay_iters": ITERS, "lr": 1e-3,
+    "log_interval": 1, "split": "90,10,0", "packing": True,
 }
 EVALUATED = {"eval_interval": 2, "eval_iters": 2}
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 LOGPS = ("logps/chosen", "logps/rejected")
 Align = Callable[..., Finished]
-
-
-@pytest.fixture(scope="module")
-def base(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that knows a little English, as a HuggingFace folder."""
-    folder = tmp_path_factory.mktemp("base") / "hf"
-    product.train(export_hf=folder, train_iters=10, max_position_embeddings=SEQ_LENGTH)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -231,34 +216,6 @@ def test_a_reward_model_is_exported(align: Align, tmp_path: Path) -> None:
     assert model.config.num_labels == 1 and model(torch.arange(8)[None]).logits.shape == (1, 1)
     refused = align(method="dpo", init_from_hf=tmp_path / "hf", train_iters=1)
     assert refused.codes == (2,) and "--method dpo: got a reward model" in refused.err
-
-
-@pytest.mark.long
-def test_resuming_as_another_run_is_refused(align: Align, straight: Path, pairs: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.jsonl"
-    other.write_text("".join(pairs.read_text().splitlines(keepends=True)[1:]))
-    refused = align(load=straight, init_from_hf=None, train_data=other, train_iters=6)
-    assert refused.codes == (1,) and "--train-data: got other training samples than those of " in refused.err
-
-
-@pytest.mark.soak
-def test_preferences_carry_over_to_texts_that_nobody_has_seen(product: Product, tmp_path: Path) -> None:
-    """Documentation against the same with common words in it, in small, three seeds; `examples/align_docstrings.sh` is the same in full,
-    and counts likelihoods, too."""
-    base, chosen, held_out = tmp_path / "base", tmp_path / "pairs.jsonl", tmp_path / "held-out.jsonl"
-    write_preferences(chosen, held_out)
-    chosen.write_text("".join(chosen.read_text().splitlines(keepends=True)[:1200]))
-    held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[:100]))
-    product.train(export_hf=base, num_layers=2, train_iters=60, lr_decay_iters=60, seq_length=64, lr=1e-2, lr_warmup_iters=10)
-    for seed in (1, 2, 3):
-        sizes = {"seq_length": 320, "micro_batch_size": 4, "global_batch_size": 8, "train_iters": 60, "lr_decay_iters": 60, "packing": True}
-        options = {**sizes, "beta": 0.05, "lr": 3e-3, "lr_warmup_iters": 5, "log_interval": 10, "seed": seed, "eval_interval": 60}
-        files = {"init_from_hf": base, "train_data": chosen, "valid_data": held_out, "save": tmp_path / f"{seed}"}
-        product.launcher.run(["align", *words({**options, **files, "chat_template": "plain", "on_long_sample": "drop"})]).ok()
-        found = [entry for entry in log(tmp_path / f"{seed}") if "validation_loss" in entry]
-        assert found[-1]["validation_loss"] < 0.6 < found[0]["validation_loss"], seed
-        # Of 92 pairs: chance is 0.5, give or take 0.05.
-        assert found[-1]["validation_rewards/accuracies"] > 0.7, (seed, found[-1])
 
 
 def test_a_dry_run_plans_without_files(align: Align, tmp_path: Path) -> None:

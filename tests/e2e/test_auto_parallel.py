@@ -37,11 +37,7 @@ def test_an_error_of_the_planner_is_everybodys(product: Product) -> None:
 
 def test_instruction_tuning_takes_one_too(product: Product, tmp_path: Path) -> None:
     options = {
-        "auto_parallel": True,
-        "train_data": tmp_path / "none.jsonl",
-        "data_path": None,
-        "split": None,
-        "tokenizer_model": None,
+        "auto_parallel": True, "train_data": tmp_path / "none.jsonl", "data_path": None, "split": None, "tokenizer_model": None,
         "vocab_size": 512,
     }
     command = ["sft", *product.command(dry_run=True, world_size=4, pipeline_model_parallel_size=1, **options)[1:]]

@@ -17,9 +17,9 @@ from megatron_llama.cli import main
 from megatron_llama.metrics.events import FAULT
 from megatron_llama.planner.run.folder import read_run
 
-from tests.e2e.product import EVALUATED, MIXED, TP2, VOCAB_SIZE, ZB_H1, Product, exact_curve, steps, words
+from tests.e2e.product import MIXED, TP2, VOCAB_SIZE, ZB_H1, Product, exact_curve, steps, words
 from tests.e2e.test_restarts import rank_of
-from tests.launcher import LAUNCHERS, ROOT, TIMEOUT, free_port
+from tests.launcher import LAUNCHERS, ROOT, TIMEOUT
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -30,22 +30,11 @@ def environment() -> dict[str, str]:
     return environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def shell(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """A command as typed."""
-    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=TIMEOUT)
-
-
-@pytest.mark.long
-def test_torchrun(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
-    ended = shell([*TORCHRUN, "-m", "megatron_llama", *product.command(save="run", **TP2.options, **EVALUATED)], tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert exact_curve(tmp_path / "run") == exact_curve(straight("tp2 sp"))
-
-
 @pytest.mark.long
 def test_torchrun_reports_a_refused_run_once(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     shutil.copytree(straight("one"), tmp_path / "run")
-    ended = shell([*TORCHRUN, "-m", "megatron_llama", *product.command(save="run")], tmp_path)
+    command = [*TORCHRUN, "-m", "megatron_llama", *product.command(save="run")]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=TIMEOUT)
     assert ended.returncode == 1
     says = "--save run: got iter_0000006, expected no checkpoint"
     assert ended.stderr.count(f"error: {says}") == 1
@@ -54,59 +43,39 @@ def test_torchrun_reports_a_refused_run_once(product: Product, straight: Callabl
     assert len(ended.stderr.splitlines()) <= 45, ended.stderr
 
 
-@pytest.mark.long
-def test_sigterm_to_torchrun_saves(product: Product, tmp_path: Path) -> None:
-    """As schedulers send it when the time is over."""
+def torchrun_until_it_trains(product: Product, folder: Path, end: Callable[[int], object]) -> str:
+    """Start a run under a real torchrun, call ``end`` with torchrun's process when three steps are done, and give what all have printed."""
     command = [*TORCHRUN, "-m", "megatron_llama", *product.command(save="run", train_iters=100_000, **TP2.options)]
-    with (tmp_path / "output").open("w") as output:
-        agent = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=output, stderr=output)
+    with (folder / "output").open("w") as output:
+        agent = subprocess.Popen(command, cwd=folder, env=environment(), stdout=output, stderr=output)
         try:
             deadline = time.monotonic() + TIMEOUT
-            while len(steps(tmp_path / "run")) < 3 and time.monotonic() < deadline:
-                assert agent.poll() is None, (tmp_path / "output").read_text()
+            while len(steps(folder / "run")) < 3 and time.monotonic() < deadline:
+                assert agent.poll() is None, (folder / "output").read_text()
                 time.sleep(0.01)
-            agent.terminate()
+            end(agent.pid)
             agent.wait(timeout=TIMEOUT)
         finally:
             agent.kill()
+    return (folder / "output").read_text()
+
+
+@pytest.mark.long
+def test_sigterm_to_torchrun_saves(product: Product, tmp_path: Path) -> None:
+    """As schedulers send it when the time is over."""
+    said = torchrun_until_it_trains(product, tmp_path, lambda agent: os.kill(agent, signal.SIGTERM))
     last = steps(tmp_path / "run")[-1]["iteration"]
-    assert f" stopped by SIGTERM after iteration {last}\n" in (tmp_path / "output").read_text()
+    assert f" stopped by SIGTERM after iteration {last}\n" in said
     assert [path.name for path in (tmp_path / "run").glob("iter_*")] == [f"iter_{last:07d}"]
 
 
 @pytest.mark.long
-def test_plain_python_in_another_folder(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
-    for suffix in (".bin", ".idx", ".meta.json"):
-        shutil.copy(f"{product.data}{suffix}", tmp_path)
-    shutil.copytree(f"{product.data}-tokenizer", tmp_path / f"{product.data.name}-tokenizer")
-    shutil.copytree(straight("one"), tmp_path / "expected")
-    command = product.command(data_path=product.data.name, save="run", **EVALUATED)
-    ended = shell([sys.executable, "-m", "megatron_llama", *command], tmp_path)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert exact_curve(tmp_path / "run") == exact_curve(tmp_path / "expected")
-    assert sorted(path.name for path in (tmp_path / "run" / "tokenizer").iterdir()) == [
-        "SHA256SUMS",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-    ]
-
-
-@pytest.mark.long
-def test_srun(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
-    """A WORLD_SIZE that a login script left behind changes nothing."""
-    step = {
-        "SLURM_NTASKS": "2",
-        "SLURM_JOB_ID": "77",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NODELIST": "localhost",
-        "WORLD_SIZE": "1",
-        "MASTER_PORT": str(free_port()),
-    }
-    command = product.command(save=tmp_path, **TP2.options, **EVALUATED)
-    run = product.launcher.start(command, 2, place=lambda rank: {**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
-    run.wait().ok()
-    assert exact_curve(tmp_path) == exact_curve(straight("tp2 sp"))
+def test_a_rank_that_torchrun_ends_says_first_which_one_died(product: Product, tmp_path: Path) -> None:
+    """torchrun sends SIGTERM to the ranks of a machine as soon as one of them is gone: they are finding out which one then."""
+    said = torchrun_until_it_trains(product, tmp_path, lambda agent: os.kill(rank_of(agent, 1), signal.SIGKILL))
+    assert "error: rank 1: got no answer, expected all ranks at work; look at what that rank printed last" in said, said
+    [told] = [event.details["words"] for event in read_run(str(tmp_path / "run")).events if event.what == FAULT]
+    assert told.startswith("rank 1: got no answer, ") and "; rank 1 was last seen in " in told
 
 
 @pytest.mark.long
@@ -245,25 +214,3 @@ def test_inspect(product: Product, straight: Callable[[str], Path], tmp_path: Pa
         config = rows("config", path)
         assert (config["hidden_size"], config["vocab_size"], config["parameters"]) == ("64", "512", "213,568")
     assert rows("config", ROOT / "examples" / "quickstart.yaml")["hidden_size"] == "256"
-
-
-@pytest.mark.long
-def test_a_rank_that_torchrun_ends_says_first_which_one_died(product: Product, tmp_path: Path) -> None:
-    """torchrun sends SIGTERM to the ranks of a machine as soon as one of them is gone: they are finding out which one then."""
-    folder = tmp_path / "run"
-    command = [*TORCHRUN, "-m", "megatron_llama", *product.command(save=folder, train_iters=100_000, **TP2.options)]
-    with (tmp_path / "output").open("w") as output:
-        agent = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=output, stderr=output)
-        try:
-            deadline = time.monotonic() + TIMEOUT
-            while len(steps(folder)) < 3 and time.monotonic() < deadline:
-                assert agent.poll() is None, (tmp_path / "output").read_text()
-                time.sleep(0.01)
-            os.kill(rank_of(agent.pid, 1), signal.SIGKILL)
-            agent.wait(timeout=TIMEOUT)
-        finally:
-            agent.kill()
-    said = (tmp_path / "output").read_text()
-    assert "error: rank 1: got no answer, expected all ranks at work; look at what that rank printed last" in said, said
-    [told] = [event.details["words"] for event in read_run(str(folder)).events if event.what == FAULT]
-    assert told.startswith("rank 1: got no answer, ") and "; rank 1 was last seen in " in told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from megatron_llama.engine.mesh import Mesh
 from megatron_llama.errors import UserError
 from megatron_llama.launch.launcher import Place
 from megatron_llama.launch.mesh import build_mesh
-from tools.compare_sharding import OutOfMemory, Row, built_everywhere, checked, measured, random_batches, table
+from tools.compare_sharding import OutOfMemory, built_everywhere, checked, random_batches
 
 from tests.e2e.product import TINY, VOCAB_SIZE, Product, words
 from tests.harness import Cluster
@@ -42,29 +41,6 @@ def test_every_mode_sends_what_was_planned(freeze: tuple[str, ...], launcher: La
     assert freeze or sent["no_shard"] == pytest.approx(sent["optim"], rel=1e-3), "but for padding"
     assert sent["optim"] < sent["optim_grads"] <= sent["optim_grads_params-all"] < sent["optim_grads_params-2"]
     assert sent["optim_grads_params-all"] <= sent["optim_grads_params-3"] <= sent["optim_grads_params-2"]
-
-
-def test_the_table_says_where_memory_is_not_known() -> None:
-    rows = [Row(name, 2.0, 1.0, 2**20, 2**20, peak) for name, peak in (("optim", 2**30), ("no_shard", None))]
-    assert [line.split()[-2:] for line in table(rows, [])] == [["peak", "memory"], ["1.00", "GiB"], ["MiB", "n/a"]]
-
-
-class Tick:
-    """An event of a clock on which every wait takes a millisecond."""
-
-    def elapsed_time(self, later: Tick) -> float:
-        """Milliseconds."""
-        return 1.0
-
-
-@pytest.mark.long
-def test_every_round_counts_its_own_waits() -> None:
-    """Marks are those of the timed steps: neither of rounds before, nor of the steps that warm up."""
-    config, mesh = Layout().config(), Mesh.single()
-    config = replace(config, training=replace(config.training, seq_length=32, global_batch_size=2))
-    mesh.recorder.mark = Tick
-    rows = [measured("optim", config, mesh, steps=2) for _ in range(2)]
-    assert rows[0].exposed_ms == rows[1].exposed_ms > 0
 
 
 def short_of_memory(place: Place) -> str:
@@ -94,9 +70,3 @@ def test_random_tokens_are_those_of_the_dataset(product: Product) -> None:
         assert config.model.vocab_size == size > int(batch.tokens.max())
     with pytest.raises(UserError, match=r"nowhere\.idx"):
         checked(parse(("--config", "examples/guide.yaml", "--data-path", "nowhere"), config_sections(), aliases=MEGATRON), 1)
-
-
-@pytest.mark.long
-def test_a_mode_that_is_none(launcher: Launcher) -> None:
-    ended = launcher.run(words({**OPTIONS, "modes": "zero3", "global_batch_size": 1}), module="tools.compare_sharding")
-    assert ended.codes == (1,) and "--modes: got zero3, expected of no_shard, optim" in ended.err and "Traceback" not in ended.err

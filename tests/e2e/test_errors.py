@@ -30,7 +30,6 @@ from tests.e2e.product import (
     Layout,
     Product,
     Refuse,
-    assert_same_curve,
     contents,
     copy_dataset,
     exact_curve,
@@ -93,12 +92,39 @@ def test_wrong_configurations_exit_with_2(name: str, product: Product, refuse: R
     assert refused(text).key == key, "said once, by rank 0"
 
 
-@pytest.mark.parametrize("name", ["processes", "yaml"])
-def test_so_do_the_processes_of_a_launcher(name: str, product: Product, tmp_path: Path) -> None:
-    processes, changes, key = CONFIGURATIONS[name]
-    (tmp_path / "bad.yaml").write_text("lr: 1e-3\nseq_length: [32\nmicro_batch_size: 2\n")
-    changes = {key: value.format(folder=tmp_path) if isinstance(value, str) else value for key, value in changes.items()}
-    assert refused(launched(product, tmp_path, Layout(processes, {}), code=2, **changes)).key == key
+EXACT = {"optimizer_offload": "exact", "offload_speculative": True}
+TRACED = {"record_timeline": "run.json", "profile_step_start": 2}
+REFUSED: tuple[tuple[dict[str, object], tuple[str, ...]], ...] = (
+    ({"on_bad_step": "skip", "clip_grad": 0}, ("--on-bad-step skip: got --clip-grad 0, expected ",)),
+    ({"on_bad_step": "rollback"}, ("--on-bad-step rollback: got no --save and --save-interval, expected ",)),
+    ({"on_bad_step": "rollback", "save": "x"}, ("--on-bad-step rollback: got no --save-interval, expected ",)),
+    ({"on_bad_checkpoint": "rollback", "save": "x"}, ("--on-bad-checkpoint rollback: got no --save-interval, expected ",)),
+    ({"loss_spike_factor": 0.5, "loss_spike_window": 0}, ("--loss-spike-factor: got 0.5, ", "--loss-spike-window: got 0, ")),
+    ({**EXACT, "offload_cores": "7-3"}, ("--offload-cores: got 7-3, expected auto, or numbers and ranges such as 0-15,32-47; ",)),
+    ({**EXACT, "offload_cores": "0-99999999999"}, ("--offload-cores: got 0-99999999999, expected auto, or numbers and ranges",)),
+    ({**EXACT, "offload_cores": "4000"}, ("--offload-cores: got 4000, expected processors that this process may use: ",)),
+    ({**EXACT, "optimizer_offload_fraction": 1.5}, ("--optimizer-offload-fraction: got 1.5, expected a number from 0 to 1; ",)),
+    ({**EXACT, "speculation_bytes": -1}, ("--speculation-bytes: got -1, expected 0 or more",)),
+    *(({"open_metrics": text}, (f"--open-metrics: got {text}, expected PORT or ADDRESS:PORT",)) for text in ("many", "0", "65536", "host:")),
+    (
+        {"lora_rank": -1, "lora_alpha": 0, "lora_dropout": 0.1, "lora_target_modules": ("q_proj", "embed")},
+        ("--lora-rank: got -1", "--lora-alpha: got 0", "--lora-dropout: got 0.1", "--lora-target-modules: got embed"),
+    ),
+    (
+        {"rampup_batch_size": (3, 1, 10), "train_samples": 100, "lr_decay_style": "WSD", "data_path": (0.5, "a", "b", "c")},
+        ("batch-size: got 3 1 10", "got --train-samples 100 and --train-iters 6", "decay-iters: got 0", "--data-path: got 0.5 a b c"),
+    ),
+    ({"profile": True, "profile_step_start": 5, "profile_step_end": 5}, ("--profile-step-end: got 5, expected more than profile_step_start 5",)),
+    ({**TRACED, "profile_step_end": 2}, ("--profile-step-end: got 2, expected more than profile_step_start 2",)),
+    ({**TRACED, "profile_step_start": 6, "profile_step_end": 7}, ("--profile-step-start: got 6, expected less than train_iters 6",)),
+)
+
+
+@pytest.mark.tries("lora_dropout")
+def test_options_that_cannot_work_are_named(product: Product, refuse: Refuse) -> None:
+    for changes, says in REFUSED:
+        said = refuse(product.command(**changes), code=2)
+        assert [words for words in says if words not in said] == [], said
 
 
 def test_what_rank_0_refuses_it_says_alone(product: Product, tmp_path: Path) -> None:
@@ -153,11 +179,6 @@ def test_damaged_datasets_end_every_rank(name: str, product: Product, tmp_path: 
 def test_no_dataset(product: Product, refuse: Refuse) -> None:
     said = refused(refuse(product.command(data_path=f"{product.data}.bin", vocab_size=512), code=1))
     assert (said.where, said.got) == (f"{product.data}.bin.idx", "no such file") and "prefix" in said.do
-
-
-def test_too_little_text_for_validation(product: Product, tmp_path: Path) -> None:
-    text = launched(product, tmp_path, TWO, code=1, split="9999,1,0", **EVALUATED)
-    assert "tokens in the validation split, expected at least 33 tokens (seq_length + 1)" in text
 
 
 @pytest.mark.long
@@ -229,12 +250,7 @@ def test_control_c_while_torch_is_imported(tmp_path: Path) -> None:
 def test_control_c_is_one_word(product: Product, tmp_path: Path) -> None:
     """And nothing is left of what was begun."""
     (tmp_path / "docs.jsonl").write_text(('{"text": "' + "some words " * 1000 + '"}\n') * 4000)
-    options = {
-        "input": tmp_path / "docs.jsonl",
-        "output_prefix": tmp_path / "out",
-        "tokenizer_model": f"{product.data}-tokenizer",
-        "workers": 2,
-    }
+    options = {"input": tmp_path / "docs.jsonl", "output_prefix": tmp_path / "out", "tokenizer_model": f"{product.data}-tokenizer", "workers": 2}
     run = product.launcher.start(["preprocess", *words(options)])
     run.until(lambda: any(path.stat().st_size for path in tmp_path.glob("out.bin.tmp-*")))
     run.signal(Signals.SIGINT)
@@ -251,13 +267,6 @@ def test_preprocess_refuses(name: str, product: Product, refuse: Refuse, tmp_pat
     command = ["preprocess", "--input", tmp_path / "docs.jsonl", "--output-prefix", tmp_path / "out", "--workers", 1, *tokenizer, *more]
     assert refused(refuse(command, code=code)).key == key
     assert [path.name for path in tmp_path.iterdir()] == ["docs.jsonl"]
-
-
-@pytest.mark.long
-def test_the_checkpoint_of_another_model(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
-    text = launched(product, tmp_path, TP2, code=1, load=straight("one"), num_layers=2, rotary_base=5000)
-    assert "is a checkpoint of another model:" in text
-    assert "num_hidden_layers: got 4, expected 2;" in text and "rope_theta: got 10000.0, expected 5000.0;" in text
 
 
 def test_a_damaged_checkpoint(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
@@ -280,13 +289,7 @@ def test_a_full_disk(full: tuple[int, ...], product: Product, straight: Callable
     assert re.search(rf"{tmp_path}/iter_0000006\.[0-9a-f]+\.incomplete/\S+: got File too large, expected to write it; free space", complaint(ended))
     assert contents(tmp_path / "iter_0000003") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "best",
-        "events.jsonl",
-        "iter_0000003",
-        "last",
-        "latest_checkpointed_iteration.txt",
-        "log.jsonl",
-        "tokenizer",
+        "best", "events.jsonl", "iter_0000003", "last", "latest_checkpointed_iteration.txt", "log.jsonl", "tokenizer",
     ]
     product.train(DP2, save=tmp_path, load=tmp_path, **EVALUATED)
     assert exact_curve(tmp_path) == exact_curve(straight("dp2 optim_grads"))
@@ -318,10 +321,9 @@ def test_a_loss_that_is_not_finite(layout: Layout, product: Product, straight: C
 
 
 @pytest.fixture(scope="module")
-def infinite(product: Product, straight: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def infinite(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A HuggingFace folder with one weight that is not finite."""
-    folder = tmp_path_factory.mktemp("infinite") / "hf"
-    product.run("export", "--load", straight("one"), "--output", folder).ok()
+    folder = shutil.copytree(exported, tmp_path_factory.mktemp("infinite") / "hf")
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][3, 5] = torch.inf
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -330,33 +332,29 @@ def infinite(product: Product, straight: Callable[[str], Path], tmp_path_factory
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("changes", "names"), [({}, "loss at iteration 1"), (EVALUATED, "validation loss at iteration 0")], ids=["step", "evaluation"]
-)
-def test_weights_that_are_not_finite(changes: dict[str, Any], names: str, product: Product, infinite: Path, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite(product: Product, infinite: Path, tmp_path: Path) -> None:
     shape = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
-    ended = product.launcher.run(product.command(init_from_hf=infinite, save=tmp_path, **shape, **changes, **DP2.options), 2)
-    assert ended.codes == (1, 1) and f"error: {names}: got nan, expected a finite number; " in complaint(ended)
+    ended = product.launcher.run(product.command(init_from_hf=infinite, save=tmp_path, **shape, **EVALUATED, **DP2.options), 2)
+    assert ended.codes == (1, 1) and "error: validation loss at iteration 0: got nan, expected a finite number; " in complaint(ended)
     assert not list(tmp_path.glob("iter_*"))
 
 
 @pytest.mark.long
-def test_one_flipped_bit_of_the_first_weights_ends_every_rank(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+def test_one_flipped_bit_of_the_first_weights_ends_every_rank(product: Product, exported: Path, tmp_path: Path) -> None:
     """The run trains while the files are compared, and waits for that before it keeps anything, at its first save or at its end."""
-    folder = tmp_path / "hf"
-    product.run("export", "--load", straight("one"), "--output", folder).ok()
+    folder = shutil.copytree(exported, tmp_path / "hf")
     file = folder / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-4] ^= 1  # the last bits of a weight's mantissa: it computes like the others
     file.write_bytes(content)
     shape = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
-    for kept in ({"save": tmp_path / "run", "save_interval": 1}, {"export_hf": tmp_path / "exported"}, {}):
+    for kept in ({"save": tmp_path / "run", "save_interval": 1}, {"export_hf": tmp_path / "out"}, {}):
         argv = product.command(**{"init_from_hf": folder, "save": None, "train_iters": 2, **shape, **DP2.options, **kept})
         ended = product.launcher.run(argv, 2, environ={"LOCAL_WORLD_SIZE": "2"})  # so that each rank compares half of the files
         assert ended.codes == (1, 1)
         says = f"{file}: got sha256 "
         assert says in complaint(ended) and ended.err.count(says) == 1 and "rank 0: " in ended.err
-        assert not list((tmp_path / "run").glob("iter_*")) and not (tmp_path / "exported").exists()
+        assert not list((tmp_path / "run").glob("iter_*")) and not (tmp_path / "out").exists()
     evaluated = product.run("evaluate", "--init-from-hf", folder, "--data-path", product.data, "--seq-length", SEQ_LENGTH)
     assert evaluated.codes == (1,) and says in evaluated.err and "loss" not in evaluated.out
 
@@ -385,34 +383,17 @@ def test_the_tokenizer_beside_checkpoints_has_checksums(product: Product, straig
 
 
 @pytest.mark.long
-def test_evaluating_nothing(product: Product, refuse: Refuse, straight: Callable[[str], Path]) -> None:
-    data = ["--data-path", product.data, "--seq-length", SEQ_LENGTH]
+def test_using_nothing(product: Product, refuse: Refuse, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    evaluate, one = ["evaluate", "--data-path", product.data, "--seq-length", SEQ_LENGTH], straight("one")
     for code, says, argv in (
-        (2, "--split: got 100,0,0, expected a share of documents for validation", ["--load", straight("one"), "--split", "100,0,0"]),
-        (1, "--load nowhere: got no such folder, expected iter_* folders, or a model folder", ["--load", "nowhere"]),
-        (2, "--load, --init-from-hf: got neither", []),
-    ):
-        assert says in refuse(["evaluate", *data, *argv], code=code), argv
-    both = product.launcher.run(["evaluate", *words({"data_path": product.data, "load": "nowhere"})], 2)
-    assert both.codes == (1, 1) and both.errs[0].count("error: --load nowhere: ") == 1 and both.errs[1] == "", "rank 0 speaks for all"
-
-
-@pytest.mark.long
-def test_generating_and_exporting_nothing(refuse: Refuse, straight: Callable[[str], Path], tmp_path: Path) -> None:
-    for code, says, argv in (
-        (2, "--load, --init-from-hf: got neither", ["generate"]),
+        (2, "--split: got 100,0,0, expected a share of documents for validation", [*evaluate, "--load", one, "--split", "100,0,0"]),
+        (1, "--load nowhere: got no such folder, expected iter_* folders, or a model folder", [*evaluate, "--load", "nowhere"]),
+        (2, "--load, --init-from-hf: got neither", evaluate),
         (2, "--load, --init-from-hf: got both", ["generate", "--load", "a", "--init-from-hf", "b"]),
-        (1, "nowhere: got no such folder", ["generate", "--load", "nowhere"]),
-        (2, "--output: got nothing", ["export", "--load", straight("one")]),
+        (2, "--output: got nothing", ["export", "--load", one]),
         (1, "nowhere: got no such folder", ["export", "--load", "nowhere", "--output", tmp_path / "hf"]),
     ):
         assert says in refuse(argv, code=code), argv
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.long
-def test_a_refused_run_can_be_mended(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
-    """Nothing that a refused run left behind is in the way of the right one."""
-    launched(product, tmp_path, TWO, code=1, split="9999,1,0", **EVALUATED)
-    product.train(TP2, save=tmp_path / "new", load=tmp_path / "new", **EVALUATED)
-    assert_same_curve(tmp_path / "new", straight("one"))
+    both = product.launcher.run([*evaluate, "--load", "nowhere"], 2)
+    assert both.codes == (1, 1) and both.errs[0].count("error: --load nowhere: ") == 1 and both.errs[1] == "", "rank 0 speaks for all"

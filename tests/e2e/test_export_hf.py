@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -113,19 +112,3 @@ def test_a_run_without_tokenizer_says_so(product: Product, tmp_path: Path) -> No
     given = ["--tokenizer-model", f"{product.data}-tokenizer"]
     product.run("export", "--load", tmp_path / "run", "--output", tmp_path / "again", *given).ok()
     assert AutoTokenizer.from_pretrained(tmp_path / "again")("a statement")["input_ids"][0] == 1
-
-
-@pytest.mark.long
-def test_llama_3s_tokenizer_from_text_to_transformers(product: Product, tmp_path: Path) -> None:
-    """A file of ranks makes the dataset, is kept with the run, and comes out as tokenizer.json with the same ids."""
-    tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b" the", b"in", b"er"]
-    (tmp_path / "tokenizer.model").write_bytes(b"".join(b"%s %d\n" % (b64encode(token), rank) for rank, token in enumerate(tokens)))
-    (tmp_path / "params.json").write_text(json.dumps({"use_scaled_rope": True, "vocab_size": len(tokens) + 256}))
-    made = ["--input", product.data.with_suffix(".jsonl"), "--output-prefix", tmp_path / "docs", "--append-eod", "--workers", 1]
-    product.run("preprocess", *made, "--tokenizer-model", tmp_path / "tokenizer.model").ok()
-    product.train(data_path=tmp_path / "docs", save=tmp_path / "run", export_hf=tmp_path / "hf", **SHORT)
-    auto = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert auto("in the end")["input_ids"] == [261, 259, 258, 32, 101, 110, 100]
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert (config["vocab_size"], config["bos_token_id"], config["eos_token_id"]) == (len(auto), 261, 262) == (517, 261, 262)
-    assert product.run("generate", "--load", tmp_path / "run", "--prompt", "the", "--max-new-tokens", 2).ok().out.startswith("the")

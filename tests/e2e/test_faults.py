@@ -39,7 +39,6 @@ from tests.e2e.product import (
     VOCAB_SIZE,
     ZB_V,
     Product,
-    Refuse,
     assert_same_state,
     column,
     copy_dataset,
@@ -108,9 +107,7 @@ def test_a_skipped_step_leaves_no_trace_in_the_weights(skipping: tuple[Path, str
     assert meta["history"] == {"skipped": [LEFT_OUT], "good_losses": [], "bad_in_a_row": 0}
 
 
-def test_a_pipeline_skips_the_same_step(
-    product: Product, poisoned: Mapping[str, object], skipping: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_a_pipeline_skips_the_same_step(product: Product, poisoned: Mapping[str, object], skipping: tuple[Path, str], tmp_path: Path) -> None:
     product.train(ZB_V, save=tmp_path, train_iters=6, on_bad_step="skip", **poisoned)
     assert skipped(tmp_path) == [LEFT_OUT]
     losses, expected = column(tmp_path, "lm_loss"), column(skipping[0], "lm_loss")[:6]
@@ -192,16 +189,12 @@ def test_zenflow_that_goes_back_has_never_read_the_bad_samples(product: Product,
 @pytest.mark.tries("max_bad_steps")
 @pytest.mark.long
 def test_too_many_bad_steps_end_the_run(product: Product, poisoned: Mapping[str, object], tmp_path: Path) -> None:
-    data = changed(
-        product, tmp_path / "docs", 2, slice(0, 60), np.memmap(f"{poisoned['data_path']}.bin", dtype=np.uint16)[(24 + 5) * 32 + 8]
-    )
+    data = changed(product, tmp_path / "docs", 2, slice(0, 60), np.memmap(f"{poisoned['data_path']}.bin", dtype=np.uint16)[(24 + 5) * 32 + 8])
     for policy, last in (("skip", 4), ("rollback", 2)):
         options = {**poisoned, "data_path": data, "max_bad_steps": 2, "save_interval": 1, "on_bad_step": policy}
         ended = product.start(DP2, save=tmp_path / policy, train_iters=9, **options).wait()
         assert ended.codes == (1, 1)
-        assert ended.err.startswith("error: bad steps: got 3 in a row, the last: loss nan, expected at most 2 (--max-bad-steps); "), (
-            ended.err
-        )
+        assert ended.err.startswith("error: bad steps: got 3 in a row, the last: loss nan, expected at most 2 (--max-bad-steps); "), (ended.err)
         assert [entry["iteration"] for entry in skipped(tmp_path / policy)] == ([2, 3, 4] if last == 4 else [2, 2, 2])
         assert [entry["first_sample"] for entry in skipped(tmp_path / policy)] == [8, 16, 24]
 
@@ -232,9 +225,7 @@ def test_a_loss_spike_is_what_the_manual_says(product: Product, noisy: Mapping[s
         else:
             good.append(entry["lm_loss"])
     assert [at for at, _ in found] == [SPIKE]
-    assert [(entry["iteration"], entry["value"], entry["reason"]) for entry in skipped(tmp_path / "straight")] == [
-        (*found[0], "loss spike")
-    ]
+    assert [(entry["iteration"], entry["value"], entry["reason"]) for entry in skipped(tmp_path / "straight")] == [(*found[0], "loss spike")]
     assert_same_state(*(tmp_path / "straight" / f"iter_00000{at}" for at in (SPIKE, SPIKE - 1)))
     for last in (SPIKE - 1, 22):
         product.train(DP2, save=tmp_path / "resumed", load=tmp_path / "resumed", **{**options, "train_iters": last})
@@ -248,25 +239,6 @@ def test_a_loss_spike_stops_a_run_that_is_to_stop(product: Product, noisy: Mappi
     assert ended.codes == (1,) and ended.err.startswith(f"error: loss spike at iteration {SPIKE}: got ")
     assert ", 1.1 times the mean of the last 3 good steps (--loss-spike-factor); lower --lr" in ended.err
     assert product.train(**{**noisy, "loss_spike_factor": None}).out, "without the factor nothing is a spike"
-
-
-REFUSED: Mapping[str, tuple[dict[str, object], str]] = {
-    "skip without clipping": ({"on_bad_step": "skip", "clip_grad": 0}, "--on-bad-step skip: got --clip-grad 0, expected "),
-    "rollback to nothing": ({"on_bad_step": "rollback"}, "--on-bad-step rollback: got no --save and --save-interval, expected "),
-    "a return to nothing": (
-        {"on_bad_checkpoint": "rollback", "save": "x"},
-        "--on-bad-checkpoint rollback: got no --save-interval, expected ",
-    ),
-    "rollback without saves": ({"on_bad_step": "rollback", "save": "x"}, "--on-bad-step rollback: got no --save-interval, expected "),
-    "half a loss": ({"loss_spike_factor": 0.5}, "--loss-spike-factor: got 0.5, expected more than 1, or 0 for no spikes; "),
-    "no window": ({"loss_spike_window": 0}, "--loss-spike-window: got 0, expected a positive number"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused(name: str, product: Product, refuse: Refuse) -> None:
-    changes, says = REFUSED[name]
-    assert says in refuse(product.command(**changes), code=2)
 
 
 def test_steps_begin_behind_what_is_left_out() -> None:

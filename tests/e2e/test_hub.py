@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -18,19 +18,11 @@ from tests.launcher import Finished, free_port, torchrun
 PICKLE = b"no test may fetch this"
 
 
-@pytest.fixture(scope="module")
-def folder(product: Product, straight: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model as HuggingFace has it, in several files."""
-    folder = tmp_path_factory.mktemp("model") / "hf"
-    product.run("export", "--load", straight("one"), "--output", folder).ok()
-    return folder
-
-
 @pytest.fixture
-def served(folder: Path, tmp_path: Path) -> Iterator[Hub]:
+def served(exported: Path, tmp_path: Path) -> Iterator[Hub]:
     """The hub, with the model, and what must not be fetched beside it."""
     with hub(tmp_path / "hub") as server:
-        files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        files = {path.name: path.read_bytes() for path in exported.iterdir() if path.is_file()}
         weights = json.dumps({"weight_map": {"x": "model.safetensors"}}).encode()
         more = {"pytorch_model.bin": PICKLE, "original/consolidated.00.pth": PICKLE, "consolidated.safetensors": PICKLE}
         server.add("org/tiny", {**files, **more})
@@ -49,12 +41,12 @@ def evaluated(product: Product, where: Mapping[str, str], model: object, **more:
 
 
 @pytest.mark.long
-def test_a_model_by_its_name(product: Product, folder: Path, served: Hub, tmp_path: Path) -> None:
+def test_a_model_by_its_name(product: Product, exported: Path, served: Hub, tmp_path: Path) -> None:
     """Ranks fetch it once, train as from its folder, and go on without the hub; another revision is another model."""
     home = tmp_path / "home"
     where = environ(served, home)
     options = {"train_iters": 2, **SHAPELESS}
-    product.train(TP2, init_from_hf=folder, save=tmp_path / "folder", **options)
+    product.train(TP2, init_from_hf=exported, save=tmp_path / "folder", **options)
     argv = product.command(**TP2.options, **options, init_from_hf="org/tiny", tokenizer_model="org/tiny", save=tmp_path / "name")
     said = product.launcher.run(argv, 2, environ=where)
     assert said.codes == (0, 0), said.err
@@ -64,8 +56,8 @@ def test_a_model_by_its_name(product: Product, folder: Path, served: Hub, tmp_pa
     assert served.fetched["model.safetensors"] == 1 and served.fetched["config.json"] == 1
     assert not {"pytorch_model.bin", "original/consolidated.00.pth", "consolidated.safetensors"} & served.fetched.keys()
 
-    loss = [line for line in evaluated(product, where, folder).out.splitlines() if "lm loss value" in line]
-    served.add("org/tiny", {"config.json": (folder / "config.json").read_bytes()})  # the branch moves on: no weights there
+    loss = [line for line in evaluated(product, where, exported).out.splitlines() if "lm loss value" in line]
+    served.add("org/tiny", {"config.json": (exported / "config.json").read_bytes()})  # the branch moves on: no weights there
     for model, more in (("org/tiny", {"HF_HUB_OFFLINE": "1"}), (f"org/tiny@{commit}", {})):
         again = evaluated(product, {**where, **more}, model)
         assert again.codes == (0,) and [line for line in again.out.splitlines() if "lm loss value" in line] == loss, again.err
@@ -77,7 +69,7 @@ def test_a_model_by_its_name(product: Product, folder: Path, served: Hub, tmp_pa
 
 
 @pytest.mark.long
-def test_what_cannot_be_fetched(product: Product, folder: Path, served: Hub, tmp_path: Path) -> None:
+def test_what_cannot_be_fetched(product: Product, exported: Path, served: Hub, tmp_path: Path) -> None:
     """Each is one line that says what to do."""
     served.add("org/gated", {"config.json": b"{}"})
     served.gated.add("org/gated")
@@ -107,11 +99,7 @@ def test_a_plan_does_without_weights(product: Product, served: Hub, tmp_path: Pa
         "pretrain",
         *words(
             {
-                "model": "llama-7b",
-                "init_from_hf": "org/tiny",
-                "vocab_size": 32000,
-                "micro_batch_size": 1,
-                "train_iters": 1,
+                "model": "llama-7b", "init_from_hf": "org/tiny", "vocab_size": 32000, "micro_batch_size": 1, "train_iters": 1,
                 "data_path": product.data,
             }
         ),
@@ -126,10 +114,10 @@ def test_a_plan_does_without_weights(product: Product, served: Hub, tmp_path: Pa
     assert said.codes == (0,) and served.fetched["config.json"] == 1 and not served.fetched["model.safetensors"], said.err
 
 
-def test_a_path_wins_over_a_name(product: Product, folder: Path, served: Hub, tmp_path: Path) -> None:
+def test_a_path_wins_over_a_name(product: Product, exported: Path, served: Hub, tmp_path: Path) -> None:
     """A folder of that name is read, and a path with a mistake in it, beside files that are there, is no name."""
     (tmp_path / "org").mkdir()
-    (tmp_path / "org" / "tiny").symlink_to(folder)
+    (tmp_path / "org" / "tiny").symlink_to(exported)
     where = environ(served, tmp_path / "home", PYTHONPATH=str(Path(__file__).parents[2]))
     options = {"data_path": product.data, "seq_length": 32, "eval_iters": 1}
     for model, code in (("org/tiny", 0), ("org/tinny", 1)):
@@ -139,7 +127,7 @@ def test_a_path_wins_over_a_name(product: Product, folder: Path, served: Hub, tm
 
 
 @pytest.mark.long
-def test_names_in_the_api(product: Product, folder: Path, served: Hub, tmp_path: Path) -> None:
+def test_names_in_the_api(product: Product, exported: Path, served: Hub, tmp_path: Path) -> None:
     """``load`` and ``save_hf`` take them where they take paths."""
     code = """
 import sys, torch, megatron_llama as ml
@@ -149,20 +137,20 @@ ml.save_hf(named, "out", config=sys.argv[1], tokenizer_model="org/tiny")
 assert ml.load("out", "trained", device="cpu").tokenizer.vocab_size
 """
     where = {**os.environ, **environ(served, tmp_path / "home"), "PYTHONPATH": str(Path(__file__).parents[2])}
-    ended = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=tmp_path, env=where, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", code, str(exported)], cwd=tmp_path, env=where, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert served.fetched["model.safetensors"] == 1
 
 
 @pytest.mark.long
-def test_machines_that_saw_a_branch_at_two_times(product: Product, folder: Path, served: Hub, tmp_path: Path) -> None:
+def test_machines_that_saw_a_branch_at_two_times(product: Product, exported: Path, served: Hub, tmp_path: Path) -> None:
     """Ranks with caches of their own, and two commits in them: refused, as some of the weights would be the other model's."""
     commits = []
     for rank in range(2):
         commits.append(
             served.add(
                 "org/moving",
-                {path.name: path.read_bytes() + b"\n" * (rank if path.name == "config.json" else 0) for path in folder.iterdir()},
+                {path.name: path.read_bytes() + b"\n" * (rank if path.name == "config.json" else 0) for path in exported.iterdir()},
             )
         )
         assert evaluated(product, environ(served, tmp_path / f"home{rank}"), "org/moving").codes == (0,)

@@ -29,25 +29,10 @@ pytestmark = pytest.mark.long
 LAUNCH = ROOT / "examples" / "launch"
 NODES, ITERS = 2, 60
 SMALL: Mapping[str, object] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": VOCAB_SIZE,
-    "seq_length": 32,
-    "global_batch_size": 8,
-    "train_iters": ITERS,
-    "lr_decay_iters": ITERS,
-    "lr_warmup_iters": 0,
-    "tensor_model_parallel_size": 1,
-    "sequence_parallel": "false",
-    "split": "90,10,0",
-    "eval_interval": 1000,
-    "save_interval": 8,
-    "save_retain": 20,
-    "log_interval": 1,
+    "hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": VOCAB_SIZE, "seq_length": 32, "global_batch_size": 8, "train_iters": ITERS, "lr_decay_iters": ITERS, "lr_warmup_iters": 0,
+    "tensor_model_parallel_size": 1, "sequence_parallel": "false", "split": "90,10,0", "eval_interval": 1000, "save_interval": 8,
+    "save_retain": 20, "log_interval": 1,
 }
 
 

@@ -17,7 +17,6 @@ from tests.e2e.product import (
     ITERS,
     SEQ_LENGTH,
     SPREAD,
-    VOCAB_SIZE,
     Product,
     assert_same_curve,
     column,
@@ -51,48 +50,13 @@ def test_every_layout_trains_the_same_model(name: str, straight: Callable[[str],
     assert_same_curve(straight(name), straight("one"))
 
 
-def test_the_first_loss_is_that_of_guessing(straight: Callable[[str], Path]) -> None:
-    assert abs(column(straight("one"), "lm_loss")[0] - math.log(VOCAB_SIZE)) < 0.05
-
-
 @pytest.mark.tries("log_format")
 def test_log_lines_and_log_file_say_the_same(product: Product, tmp_path: Path) -> None:
     printed = product.train(DP2, save=tmp_path, log_format="megatron", **EVALUATED)
     lines = [match for line in printed.out.splitlines() if (match := LINE.fullmatch(line))]
     evaluations = [match for line in printed.out.splitlines() if (match := VALIDATION.fullmatch(line))]
     assert printed.outs[1] == "", "only rank 0 prints"
-    others = [line for line in printed.out.splitlines() if not LINE.fullmatch(line) and not VALIDATION.fullmatch(line)]
-    *banner, saved = others
-    assert saved == f" saved {tmp_path}/iter_0000006"
-    assert [line.split()[0] for line in banner] == [
-        "model",
-        "layout",
-        "precision",
-        "optimizer",
-        "data",
-        "validation",
-        "batch",
-        "iterations",
-        "start",
-        "saves",
-        "log",
-    ]
-    assert {line[:13].rstrip() for line in banner} == {f" {line.split()[0]}" for line in banner}, "aligned"
-    for words in (
-        " parameters in 39 tensors, all trained; 4 layers, hidden size 64, ",
-        " 2 processes = tp 1 x cp 1 x pp 1 x dp 2; pipeline 1f1b, sharding optim_grads",
-        " fp32 on ",
-        " adam, lr 0.003, ",
-        f"{product.data} (--split 90,10,0): ",
-        " samples, 2 batches of them, every 3 iterations",
-        " 8 samples = 2 microbatches x 2 x dp 2; 256 tokens a step, 32 a sample",
-        " 1 to 6",
-        " random weights (--seed 1234)",
-        f" {tmp_path}, at the end",
-        f" a line every 1 iterations, {tmp_path}/log.jsonl",
-    ):
-        assert sum(words in line for line in banner) == 1, (words, banner)
-
+    assert len(lines) == ITERS and printed.out.endswith(f" saved {tmp_path}/iter_0000006\n")
     assert [set(entry) for entry in steps(tmp_path)] == [set(STEP_KEYS.split())] * ITERS
     for entry, line in zip(steps(tmp_path), lines, strict=True):
         assert (int(line["iteration"]), int(line["samples"])) == (entry["iteration"], entry["iteration"] * GLOBAL_BATCH_SIZE)
@@ -113,17 +77,6 @@ def test_log_lines_and_log_file_say_the_same(product: Product, tmp_path: Path) -
         expected = [entry["iteration"], entry["consumed_samples"], f"{entry['validation_loss']:.6E}", entry["validation_tokens"]]
         assert [int(match[1]), int(match[2]), match[3], int(match[5])] == expected
         assert float(match[4]) == pytest.approx(math.exp(entry["validation_loss"]), rel=1e-6)
-
-
-@pytest.mark.long
-def test_the_last_iteration_is_always_logged(product: Product, tmp_path: Path) -> None:
-    product.train(save=tmp_path, log_interval=4)
-    assert column(tmp_path, "iteration") == [4, 6]
-
-
-def test_validation_loss_falls(straight: Callable[[str], Path]) -> None:
-    curve = [entry["validation_loss"] for entry in log(straight("one")) if "validation_loss" in entry]
-    assert curve[0] - 0.05 > curve[1] > curve[2]
 
 
 @pytest.mark.tries("data_order")
@@ -152,9 +105,7 @@ def test_document_masks_where_samples_are_divided(product: Product, masked: Path
 
 @pytest.mark.tries("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 @pytest.mark.parametrize("mask", MASKS)
-def test_each_document_mask_changes_the_loss(
-    mask: str, product: Product, masked: Path, straight: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_each_document_mask_changes_the_loss(mask: str, product: Product, masked: Path, straight: Callable[[str], Path], tmp_path: Path) -> None:
     product.train(save=tmp_path, train_iters=1, **{mask: True})
     alone, none, raise_on_all_ranks = (column(folder, "lm_loss")[0] for folder in (tmp_path, straight("one"), masked))
     assert len({alone, none, raise_on_all_ranks}) == 3

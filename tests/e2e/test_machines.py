@@ -54,9 +54,7 @@ def c10d(endpoint: str, addresses: Sequence[str]) -> list[list[str]]:
     ],
     ids=["static, by name", "c10d", "c10d, IPv6 only"],
 )
-def test_torchrun_on_two_machines(
-    machines: Sequence[Machine], rendezvous: Sequence[Sequence[str]], product: Product, tmp_path: Path
-) -> None:
+def test_torchrun_on_two_machines(machines: Sequence[Machine], rendezvous: Sequence[Sequence[str]], product: Product, tmp_path: Path) -> None:
     bare = [Machine(machine.name, machine.interfaces, machine.hosts) for machine in machines]
     command = product.command(save=tmp_path / "run", global_batch_size=6, data_parallel_sharding_strategy="optim_grads")
     run_on(bare, Torchrun(rendezvous, command), tmp_path)

@@ -42,11 +42,7 @@ def arguments(
 
 
 HERE = {
-    "tokenizer": "tokenizer",
-    "data": "0.2 first 0.3 second 0.5 third",
-    "save": "checkpoints",
-    "load": "weights",
-    "board": "board",
+    "tokenizer": "tokenizer", "data": "0.2 first 0.3 second 0.5 third", "save": "checkpoints", "load": "weights", "board": "board",
     "iters": "1000",
 }
 SCRIPTS = {
@@ -79,18 +75,6 @@ def test_planned_as_it_is(name: str, capsys: pytest.CaptureFixture[str], monkeyp
     accepted = {flag[2:] for line in said.splitlines() if line.endswith("changes nothing") for flag in line.split(":")[0].split(", ")}
     assert accepted == set(CHECKED), "each of these is said"
     assert "--attention-dropout, --hidden-dropout: LLaMA is trained without dropout: only 0 is accepted\n" in said
-
-
-@pytest.mark.parametrize("processes", [8, 16])
-def test_a_global_batch_that_is_too_small(processes: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Smaller than one microbatch on each data-parallel rank."""
-    argv = arguments(SEVEN, 4096, 2, 4, "2e8", "small", paths=HERE)
-    assert main([*argv, "--dry-run", "--world-size", str(processes)]) == 2
-    dp, unit = processes // 2, processes
-    assert capsys.readouterr().err == (
-        f"error: This configuration cannot run on {processes} processes:\n"
-        f"  - --global-batch-size: got 4, expected a multiple of micro_batch_size 2 x dp {dp} = {unit}; choose {unit}\n"
-    )
 
 
 SMALL = {"num-layers": 2, "hidden-size": 64, "num-attention-heads": 4, "ffn-hidden-size": 128}
@@ -131,13 +115,7 @@ def test_on_one_machine_from_huggingface_weights(launcher: Launcher, paths: dict
     launcher.run(small("LLaMA_13_standalone", paths, paths["hf"], tmp_path / "hf"), 4).ok()
     three_steps(tmp_path / "hf", "LLaMA_tp2_pp1_mbs4_gpus8")
     port = next(port for port in iter(free_port, 0) if port < 40000)
-    job = {
-        "SLURM_NTASKS": "4",
-        "SLURM_STEP_ID": "0",
-        "SLURM_JOB_ID": str(port - 20000),
-        "SLURM_STEP_NODELIST": "localhost",
-        "WORLD_SIZE": "8",
-    }
+    job = {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": str(port - 20000), "SLURM_STEP_NODELIST": "localhost", "WORLD_SIZE": "8"}
     argv = small("LLaMA_13_slurm", paths, paths["megatron"], tmp_path / "megatron")
     launcher.run(argv, 4, place=lambda rank: {**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}).ok()
     three_steps(tmp_path / "megatron", "LLaMA_tp2_pp1_mbs4_gpus8")

@@ -21,9 +21,7 @@ from tests.e2e.product import DP2, EVALUATED, ONE, Layout, Product, assert_same_
     ("layout", "background"),
     [pytest.param(ONE, {}, id="one process"), pytest.param(DP2, {"async_save": True}, id="dp 2 in the background")],
 )
-def test_a_run_that_saves_to_a_url(
-    layout: Layout, background: dict, product: Product, straight: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_run_that_saves_to_a_url(layout: Layout, background: dict, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     expected, folder, work = straight("one" if layout is ONE else "dp2 optim_grads"), tmp_path / "bucket" / "run", tmp_path / "work"
     work.mkdir()
     url = f"file://{folder}"

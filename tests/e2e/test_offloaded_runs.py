@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from signal import Signals
 
 import pytest
 
-from tests.e2e.product import DP2, PP2, SHAPELESS, Layout, Product, Refuse, assert_same_state, column, exact_curve, log, steps
-from tests.launcher import TIMEOUT
+from tests.e2e.product import DP2, PP2, SHAPELESS, Layout, Product, assert_same_state, column, exact_curve, log, steps
 
 LONG = 12
 EXACT = {"optimizer_offload": "exact", "offload_speculative": True}
@@ -53,45 +50,6 @@ def test_an_evaluation_and_an_export_see_what_was_trained(product: Product, stra
     assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
-DYING = """
-import sys
-from megatron_llama import cli
-from megatron_llama.engine.offload import exact
-
-sound, left = exact.adamw_step, int(sys.argv[1])
-
-def failing(*arguments, **named):
-    global left
-    left -= 1
-    if left < 0:
-        raise MemoryError("no page left")
-    sound(*arguments, **named)
-
-exact.adamw_step = failing
-sys.exit(cli.main(sys.argv[2:]))
-"""
-"""A run whose worker fails after so many updates."""
-
-
-@pytest.mark.long
-def test_a_worker_that_dies_ends_the_run_and_leaves_its_checkpoints(
-    product: Product, straight: Callable[[str], Path], tmp_path: Path
-) -> None:
-    words = list(map(str, product.command(save=tmp_path, load=tmp_path, save_interval=2, optimizer_offload="exact")))
-    plan = product.run(*product.command(dry_run="yes", **EXACT)).ok().out
-    found = re.search(r"exact, (\d+) of", plan)
-    assert found is not None
-    command = [sys.executable, "-c", DYING, str(4 * int(found[1]) + 1), *words]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-    assert ended.returncode == 1 and "Traceback" not in ended.stderr
-    assert re.fullmatch(
-        r"error: optimizer offload, bucket \d+ of .*: got MemoryError: no page left, expected an update on the host; .*\n", ended.stderr
-    )
-    assert "iter_0000004" in {folder.name for folder in tmp_path.iterdir()} and len(steps(tmp_path)) < 6
-    product.train(save=tmp_path, load=tmp_path, **EXACT)
-    assert_same_state(tmp_path / "iter_0000006", straight("one") / "iter_0000006")
-
-
 def test_a_machine_without_the_memory_is_told_so(product: Product, tmp_path: Path) -> None:
     """A warning of the plan; an error of the run on every rank, before it takes any memory."""
     options = {**SHAPELESS, "data_path": None, **SEVENTY, "optimizer_offload": "exact"}
@@ -105,34 +63,8 @@ def test_a_machine_without_the_memory_is_told_so(product: Product, tmp_path: Pat
     ).wait()
     assert set(ended.codes) == {1} and "Traceback" not in ended.err
     assert re.search(
-        r"error: --optimizer-offload: got .* free on this machine, expected .* for its 2 ranks, .* of it for the optimizer", ended.err
+        r"error: (rank \d: )?--optimizer-offload: got .* free on this machine, expected .* for its 2 ranks, .* of it for the optimizer", ended.err
     )
-
-
-def test_the_plan_says_what_a_run_takes(product: Product) -> None:
-    planned = product.run(*product.command(**DP2.options, world_size=2, dry_run="yes", **EXACT)).ok().out
-    whole = re.search(
-        r"  offload       exact, (\d+) of \1 buckets: (\S+) \S+ of host memory per process: weights and moments .*, to undo ", planned
-    )
-    assert whole is not None and re.search(r"\n {16}a step copies (\S+ \S+) to the host and \1 to the device\n", planned)
-    half = product.run(*product.command(**DP2.options, world_size=2, dry_run="yes", optimizer_offload_fraction=0.5, **EXACT)).ok().out
-    part = re.search(r"  offload       exact, (\d+) of (\d+) buckets: (\S+) \S+ of host memory", half)
-    assert part is not None and int(part[1]) < int(part[2]) and float(part[3]) < float(whole[2])
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"offload_cores": "7-3"}, "--offload-cores: got 7-3, expected auto, or numbers and ranges such as 0-15,32-47; "),
-        ({"offload_cores": "0-99999999999"}, "--offload-cores: got 0-99999999999, expected auto, or numbers and ranges such as "),
-        ({"offload_cores": "4000"}, "--offload-cores: got 4000, expected processors that this process may use: "),
-        ({"optimizer_offload_fraction": 1.5}, "--optimizer-offload-fraction: got 1.5, expected a number from 0 to 1; "),
-        ({"speculation_bytes": -1}, "--speculation-bytes: got -1, expected 0 or more"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_what_cannot_work_is_refused(options: dict[str, object], says: str, product: Product, refuse: Refuse) -> None:
-    assert says in refuse(product.command(**EXACT, **options), code=2)
 
 
 def test_options_without_an_effect_are_named(product: Product) -> None:

@@ -55,44 +55,20 @@ PLANNED: Mapping[str, tuple[dict[str, object], str]] = {
     "tie_word_embeddings": ({"tie_word_embeddings": True}, f"model           {213_568 - 512 * 64:,} parameters in 38"),
     "pipeline_model_parallel_size": (EIGHT, "layout          8 processes = tp 1 x cp 1 x pp 2 x dp 4"),
     "context_parallel_size": ({**EIGHT, "context_parallel_size": 2}, "layout          8 processes = tp 1 x cp 2 x pp 2 x dp 2"),
-    "sequence_parallel": (
-        {**EIGHT, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-        "8 processes = tp 2 x cp 1 x pp 2 x dp 2, sequence parallel",
-    ),
-    "pipeline_schedule": (
-        {**EIGHT, "pipeline_schedule": "gpipe"},
-        "schedule        gpipe, 2 stages, 2 microbatches (validated)\n  pp rank 0     F0 F1 B0 B1",
-    ),
+    "sequence_parallel": ({**EIGHT, "tensor_model_parallel_size": 2, "sequence_parallel": True}, "tp 2 x cp 1 x pp 2 x dp 2, sequence parallel"),
+    "pipeline_schedule": ({**EIGHT, "pipeline_schedule": "gpipe"}, " gpipe, 2 stages, 2 microbatches (validated)\n  pp rank 0     F0 F1 B0 B1"),
     "virtual_pipeline_model_parallel_size": (
         {**EIGHT, "num_layers": 6, "pipeline_schedule": "interleaved", "virtual_pipeline_model_parallel_size": 3},
         "pp rank 0       layer 0, layer 2, layer 4, embedding:",
     ),
     "pipeline_layer_split": ({**EIGHT, "pipeline_layer_split": (1, 3)}, "pp rank 1       layers 1-3, head:"),
-    "account_for_embedding_in_pipeline_split": (
-        {**EIGHT, "num_layers": 5, "account_for_embedding_in_pipeline_split": True},
-        "pp rank 0       layers 0-1, embedding:",
-    ),
-    "account_for_loss_in_pipeline_split": (
-        {**EIGHT, "num_layers": 5, "account_for_loss_in_pipeline_split": True},
-        "pp rank 1       layers 3-4, head:",
-    ),
-    "recompute_num_layers": (
-        {"recompute_granularity": "selective", "recompute_num_layers": 3},
-        " in flight, selective on 3 blocks of each stage;",
-    ),
-    "data_parallel_sharding_strategy": (
-        {**EIGHT, "data_parallel_sharding_strategy": "optim_grads"},
-        "a step makes 4 reduce-scatters, 2 all-gathers",
-    ),
+    "account_for_embedding_in_pipeline_split": ({**EIGHT, "num_layers": 5, "account_for_embedding_in_pipeline_split": True}, "layers 0-1, embedding:"),
+    "account_for_loss_in_pipeline_split": ({**EIGHT, "num_layers": 5, "account_for_loss_in_pipeline_split": True}, "  layers 3-4, head:"),
+    "recompute_num_layers": ({"recompute_granularity": "selective", "recompute_num_layers": 3}, " in flight, selective on 3 blocks of each stage"),
+    "data_parallel_sharding_strategy": ({**EIGHT, "data_parallel_sharding_strategy": "optim_grads"}, "4 reduce-scatters, 2 all-gathers"),
     "data_parallel_shard_size": ({**EIGHT, "data_parallel_shard_size": 2}, " in 2 shards and 2 replicas;"),
-    "param_slots": (
-        {"data_parallel_sharding_strategy": "optim_grads_params", "param_slots": 1},
-        "parameters 274.2 KiB, parameter shards 832.0 KiB",
-    ),
-    "grad_slots": (
-        {"data_parallel_sharding_strategy": "optim_grads_params", "grad_slots": 1},
-        "parameter shards 832.0 KiB, gradients 1.1 MiB",
-    ),
+    "param_slots": ({"data_parallel_sharding_strategy": "optim_grads_params", "param_slots": 1}, "parameters 274.2 KiB, "),
+    "grad_slots": ({"data_parallel_sharding_strategy": "optim_grads_params", "grad_slots": 1}, "parameter shards 832.0 KiB, gradients 1.1 MiB"),
     "reduce_bucket_size": ({"reduce_bucket_size": 50_000}, "  layout        7 buckets, the largest 40,960 elements"),
     "seq_length": ({"seq_length": 64}, "; 512 tokens a step, 64 a sample"),
     "micro_batch_size": ({"micro_batch_size": 4}, "batch           8 samples = 2 microbatches x 4 x dp 1"),
@@ -117,14 +93,8 @@ def test_options_that_the_plan_shows(option: str, product: Product, plan: str, c
 
 
 REFUSED: Mapping[str, object] = {
-    "model_type": "gpt2",
-    "add_qkv_bias": True,
-    "qk_norm": "head",
-    "norm_position": "both",
-    "apply_layernorm_1p": True,
-    "hidden_act": "gelu",
-    "embedding_multiplier": 8.0,
-    "final_logit_softcapping": 30.0,
+    "model_type": "gpt2", "add_qkv_bias": True, "qk_norm": "head", "norm_position": "both", "apply_layernorm_1p": True,
+    "hidden_act": "gelu", "embedding_multiplier": 8.0, "final_logit_softcapping": 30.0,
 }
 
 
@@ -141,10 +111,7 @@ RATES: Mapping[str, tuple[dict[str, object], list[float]]] = {
     "lr_decay_style": ({"lr": 1.0, "lr_decay_style": "cosine"}, [(1 + math.cos(math.pi * n / 4)) / 2 for n in range(4)]),
     "lr_decay_iters": ({"lr": 1.0, "lr_decay_iters": 2, "min_lr": 0.1}, [1.0, 0.55, 0.1, 0.1]),
     "lr_wsd_decay_iters": ({"lr": 1.0, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 2}, [1.0, 1.0, 1.0, 2 * math.sqrt(0.5) - 1]),
-    "lr_wsd_decay_style": (
-        {"lr": 1.0, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 4, "lr_wsd_decay_style": "linear"},
-        [1.0, 0.75, 0.5, 0.25],
-    ),
+    "lr_wsd_decay_style": ({"lr": 1.0, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 4, "lr_wsd_decay_style": "linear"}, [1.0, 0.75, 0.5, 0.25]),
     "lr_warmup_iters": ({"lr": 1.0, "lr_warmup_iters": 2}, [0.0, 0.5, 1.0, 0.5]),
     "lr_warmup_fraction": ({"lr": 1.0, "lr_warmup_fraction": 0.375}, [0.0, 2 / 3, 0.8, 0.4]),
     "lr_decay_samples": ({**IN_SAMPLES, "lr": 1.0, "lr_decay_samples": 16, "min_lr": 0.1}, [1.0, 0.55, 0.1, 0.1]),
@@ -222,15 +189,14 @@ def test_initializer_range(product: Product, tmp_path: Path) -> None:
 
 @pytest.mark.tries("seed")
 @pytest.mark.long
-def test_seed(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+def test_seed(product: Product, exported: Path, tmp_path: Path) -> None:
     """Of the weights, and of the order of the samples."""
     for name, seed in (("a", 1), ("b", 2), ("again", 1)):
         product.train(save=tmp_path / name, train_iters=1, lr=0.0, seed=seed)
     weights = [state(tmp_path / name / "iter_0000001")["lm_head.weight"] for name in ("a", "b", "again")]
     assert torch.equal(weights[0], weights[2]) and not torch.isclose(weights[0], weights[1], rtol=0, atol=1e-4).any(dim=1).all()
-    product.run("export", "--load", straight("one"), "--output", tmp_path / "hf").ok()
     for seed in (1, 2):
-        product.train(init_from_hf=tmp_path / "hf", save=tmp_path / f"order{seed}", train_iters=1, seed=seed)
+        product.train(init_from_hf=exported, save=tmp_path / f"order{seed}", train_iters=1, seed=seed)
     first, second = (column(tmp_path / f"order{seed}", "lm_loss")[0] for seed in (1, 2))
     assert abs(first - second) > 1e-4
 
@@ -255,30 +221,19 @@ MATRIX, NORM = "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layern
 
 
 @pytest.mark.long
-@pytest.mark.tries("weight_decay")
-def test_weight_decay(one_step: OneStep) -> None:
-    """lr 3e-3 x 0.5 of every matrix, of the embedding too; norms are left alone."""
-    (_, before), (_, without), (_, with_) = one_step(lr=0.0), one_step(), one_step(weight_decay=0.5)
+@pytest.mark.tries("weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
+def test_options_of_adamw(one_step: OneStep) -> None:
+    """Decay: lr 3e-3 x 0.5 of every matrix, not of norms. Moments: (1 - beta) times the gradient and its square. The first step is lr for
+    every element; with an eps beyond every gradient almost nothing."""
+    (_, before), (_, base), (_, decayed) = one_step(lr=0.0), one_step(), one_step(weight_decay=0.5)
     for name in (MATRIX, "model.embed_tokens.weight"):
-        torch.testing.assert_close(with_[name], without[name] - 3e-3 * 0.5 * before[name], rtol=0, atol=1e-8)
-    assert torch.equal(with_[NORM], without[NORM]) and not torch.equal(before[NORM], without[NORM])
-
-
-@pytest.mark.long
-@pytest.mark.tries("adam_beta1", "adam_beta2")
-def test_adam_betas(one_step: OneStep) -> None:
-    """After one step the moments are (1 - beta) times the gradient and its square."""
-    (_, base), (_, first), (_, second) = (one_step(), one_step(adam_beta1=0.5), one_step(adam_beta2=0.9))
-    torch.testing.assert_close(first[f"optimizer.exp_avg.{MATRIX}"], base[f"optimizer.exp_avg.{MATRIX}"] * 5)
-    torch.testing.assert_close(second[f"optimizer.exp_avg_sq.{MATRIX}"], base[f"optimizer.exp_avg_sq.{MATRIX}"] * 100, rtol=1e-4, atol=0)
-    assert torch.equal(second[f"optimizer.exp_avg.{MATRIX}"], base[f"optimizer.exp_avg.{MATRIX}"])
-
-
-@pytest.mark.long
-@pytest.mark.tries("adam_eps")
-def test_adam_eps(one_step: OneStep) -> None:
-    """The first step is lr for every element; with an eps beyond every gradient almost nothing."""
-    (_, before), (_, base), (_, damped) = one_step(lr=0.0), one_step(), one_step(adam_eps=10.0)
+        torch.testing.assert_close(decayed[name], base[name] - 3e-3 * 0.5 * before[name], rtol=0, atol=1e-8)
+    assert torch.equal(decayed[NORM], base[NORM]) and not torch.equal(before[NORM], base[NORM])
+    (_, first), (_, second), (_, damped) = one_step(adam_beta1=0.5), one_step(adam_beta2=0.9), one_step(adam_eps=10.0)
+    mean, square = f"optimizer.exp_avg.{MATRIX}", f"optimizer.exp_avg_sq.{MATRIX}"
+    torch.testing.assert_close(first[mean], base[mean] * 5)
+    torch.testing.assert_close(second[square], base[square] * 100, rtol=1e-4, atol=0)
+    assert torch.equal(second[mean], base[mean])
     assert (base[MATRIX] - before[MATRIX]).abs().median().item() == pytest.approx(3e-3, rel=1e-3)
     assert 0 < (damped[MATRIX] - before[MATRIX]).abs().max().item() < 3e-4
 
@@ -328,11 +283,7 @@ def test_split(product: Product, tmp_path: Path) -> None:
 @pytest.mark.tries("max_position_embeddings", "bos_token_id", "eos_token_id")
 def test_what_the_exported_config_says(product: Product, tmp_path: Path) -> None:
     changes = {
-        "max_position_embeddings": 77,
-        "bos_token_id": 5,
-        "eos_token_id": 6,
-        "rope_theta": 5e5,
-        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 77, "bos_token_id": 5, "eos_token_id": 6, "rope_theta": 5e5, "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
     }
     product.train(save=tmp_path / "run", train_iters=1, **changes)
@@ -401,13 +352,6 @@ def test_recompute_granularity(product: Product, tmp_path: Path) -> None:
     peaks = [column(tmp_path / kind, "peak_memory_bytes")[-1] for kind in kinds]
     assert curves[0] == curves[1] == curves[2]
     assert peaks[0] - peaks[2] > 40 * 2**20 and peaks[1] > peaks[2]
-
-
-@pytest.mark.long
-def test_recomputing_no_more_than_needed(product: Product) -> None:
-    """On a machine that has room for everything."""
-    ended = product.train(DP2, train_iters=1, recompute_granularity="full", recompute_num_layers="auto")
-    assert ended.out.startswith(" --recompute-num-layers auto: 0 of up to 4 blocks of a stage recompute (full); ")
 
 
 def options_that_tests_try() -> Iterator[str]:

@@ -86,14 +86,7 @@ def test_the_plan_says_how_batches_grow(product: Product) -> None:
         "; 384 tokens a step, 32 a sample\nramp-up         4 samples, 4 more at a time, to 12 over 16 samples\n  first steps   2 microbatches; "
         in planned
     )
-    piped = {
-        **RAMP,
-        "train_iters": None,
-        "train_samples": 60,
-        "pipeline_model_parallel_size": 2,
-        "world_size": 2,
-        "pipeline_schedule": "gpipe",
-    }
+    piped = {**RAMP, "train_iters": None, "train_samples": 60, "pipeline_model_parallel_size": 2, "world_size": 2, "pipeline_schedule": "gpipe"}
     sizes = {}
     for name, changes in {
         "growing": {},
@@ -127,19 +120,6 @@ def test_z_loss_is_trained_and_not_printed(product: Product, tmp_path: Path) -> 
     assert all(ours > 1.01 * theirs for ours, theirs in zip(column(with_, "grad_norm"), column(without, "grad_norm"), strict=True))
 
 
-def test_what_does_not_go_together_is_refused(product: Product) -> None:
-    wrong = {"rampup_batch_size": (3, 1, 10), "train_samples": 100, "lr_decay_style": "WSD", "data_path": (0.5, "a", "b", "c")}
-    refused = product.run(*product.command(**wrong))
-    assert refused.codes == (2,)
-    for says in (
-        "--rampup-batch-size: got 3 1 10",
-        "got --train-samples 100 and --train-iters 6",
-        "--lr-wsd-decay-iters: got 0",
-        "--data-path: got 0.5 a b c",
-    ):
-        assert says in refused.err
-
-
 @pytest.mark.tries("profile", "profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")
 @pytest.mark.long
 def test_some_steps_of_some_ranks_are_traced(product: Product, tmp_path: Path) -> None:
@@ -159,8 +139,6 @@ def test_tracing_ends_with_the_run(product: Product, tmp_path: Path) -> None:
     ended = product.start(profile=True, profile_step_start=5, profile_step_end=100, profile_dir=tmp_path).wait()
     assert ended.codes == (0,) and ended.out.endswith(f" traced iterations 6 to 6: {tmp_path}\n")
     assert [path.name for path in tmp_path.iterdir()] == ["rank-0.trace.json.gz"]
-    refused = product.run(*product.command(profile=True, profile_step_start=5, profile_step_end=5))
-    assert refused.codes == (2,) and "--profile-step-end: got 5, expected more than profile_step_start 5" in refused.err
 
 
 def wandb_records(content: bytes) -> Iterator[bytes]:

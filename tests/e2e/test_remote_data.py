@@ -21,9 +21,7 @@ def test_a_run_from_a_server_is_that_from_the_disk(layout: Layout, product: Prod
     with serving(folder, latency=0.005, bytes_per_second=50e6) as server:
         blend = (3, f"{server.url}/{name}", 1, product.data)
         product.train(layout, data_path=blend, data_cache_path=tmp_path / "first", save=tmp_path / "net", save_interval=3, exit_interval=3)
-        product.train(
-            layout, data_path=blend, data_cache_path=tmp_path / "second", load=tmp_path / "net", save=tmp_path / "net", save_interval=3
-        )
+        product.train(layout, data_path=blend, data_cache_path=tmp_path / "second", load=tmp_path / "net", save=tmp_path / "net", save_interval=3)
     assert exact_curve(tmp_path / "net") == exact_curve(tmp_path / "disk")
     assert_same_state(tmp_path / "net" / "iter_0000006", tmp_path / "disk" / "iter_0000006")
 

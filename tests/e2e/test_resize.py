@@ -74,9 +74,7 @@ def test_a_token_without_a_row_is_refused_where_it_is_used(name: str, hf: Path, 
     assert f"got the token '[PAD]' (id {ROWS}), expected" in said and "--resize-embeddings" in said
 
 
-def test_a_message_is_refused_and_the_next_one_answered(
-    hf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_is_refused_and_the_next_one_answered(hf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (hf.parent / "template").write_text("{% for message in messages %}{{ message['content'] + eos_token }}{% endfor %}")
     (hf.parent / "odd").write_text("{% for message in messages %}{{ message['content'] + '[PAD]' }}{% endfor %}")
     for template, code in (("odd", f"the message: got the token '[PAD]' (id {ROWS})"), ("template", "")):
@@ -153,12 +151,8 @@ def test_every_layout_makes_the_same_rows(name: str, hf: Path, launcher: Launche
 @pytest.mark.long
 def test_what_cannot_be_resized_is_refused(hf: Path, refuse: Refuse, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refuse(command("pretrain", hf, WITHOUT, vocab_size=ROWS + 1), code=2)
-    assert (
-        f"--vocab-size: got {ROWS + 1}, expected {ROWS} as in {hf}/config.json; leave vocab_size out, or give --resize-embeddings" in said
-    )
-    assert f"got {ROWS - 1}, expected {ROWS}" in refuse(
-        command("pretrain", hf, WITHOUT, vocab_size=ROWS - 1, resize_embeddings=True), code=2
-    )
+    assert f"--vocab-size: got {ROWS + 1}, expected {ROWS} as in {hf}/config.json; leave vocab_size out, or give --resize-embeddings" in said
+    assert f"got {ROWS - 1}, expected {ROWS}" in refuse(command("pretrain", hf, WITHOUT, vocab_size=ROWS - 1, resize_embeddings=True), code=2)
     shape = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "init_from_hf": None}
     said = refuse(command("pretrain", hf, WITHOUT, **shape, resize_embeddings=True), code=2)
     assert "--resize-embeddings: got no weights, expected those of a trained model" in said

@@ -14,19 +14,7 @@ from signal import Signals
 
 import pytest
 
-from tests.e2e.product import (
-    DP2,
-    EVALUATED,
-    TP2_PP2,
-    Layout,
-    Product,
-    assert_same_state,
-    checkpoints,
-    contents,
-    exact_curve,
-    log,
-    steps,
-)
+from tests.e2e.product import DP2, EVALUATED, TP2_PP2, Layout, Product, assert_same_state, checkpoints, contents, exact_curve, log, steps
 from tests.flipped import flip
 from tests.launcher import TIMEOUT, Run
 

@@ -29,9 +29,7 @@ def long_run(product: Product, folder: Path) -> dict[str, object]:
     [(PP2, Signals.SIGTERM, [1]), (DP2, Signals.SIGINT, None)],
     ids=["one pipeline stage", "control-C"],
 )
-def test_a_signal_saves_and_ends_every_rank(
-    layout: Layout, number: Signals, ranks: list[int] | None, product: Product, tmp_path: Path
-) -> None:
+def test_a_signal_saves_and_ends_every_rank(layout: Layout, number: Signals, ranks: list[int] | None, product: Product, tmp_path: Path) -> None:
     """With the status of a shell: what follows the run in a script must not take it for done."""
     product.train(layout, **long_run(product, tmp_path / "straight"))
     folder = tmp_path / "stopped"
@@ -58,10 +56,7 @@ def test_a_signal_ends_a_run_that_saves_nothing(product: Product) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("layout", "victim"),
-    [pytest.param(DP2, 0, id="replica 0"), pytest.param(TP2_PP2, 2, id="rank 2 of 4")],
-)
+@pytest.mark.parametrize(("layout", "victim"), [pytest.param(DP2, 0, id="replica 0"), pytest.param(TP2_PP2, 2, id="rank 2 of 4")])
 def test_the_death_of_one_rank_is_named_by_the_others(layout: Layout, victim: int, product: Product) -> None:
     run = product.start(layout, train_iters=100_000)
     run.until(lambda: "2/100000 | " in run.text())
@@ -95,9 +90,7 @@ def test_a_rank_that_hangs_is_noticed_after_the_timeout(product: Product, tmp_pa
         words = ended.errs[rank].splitlines()[-1]
         assert words.startswith(f"rank {rank} was stuck, and was ended: rank 2 does not answer; "), words
         assert re.search(r"; rank 2 was last seen in .+ \(iteration [1-9]\d+\)", words), words
-        assert re.search(
-            r"; ranks? [013, ]+ (is|are) in .+ \(iteration [1-9]\d+\), waiting for (\w+ on (tp|pp)|message (to|from) rank)", words
-        )
+        assert re.search(r"; ranks? [013, ]+ (is|are) in .+ \(iteration [1-9]\d+\), waiting for (\w+ on (tp|pp)|message (to|from) rank)", words)
         assert words.endswith("; nothing went on for 3 s (--distributed-timeout-minutes)") and "Traceback" not in ended.errs[rank]
     told = [one for one in read_run(str(tmp_path)).events if one.what == FAULT]
     assert [one.details["words"] for one in told] == [ended.errs[0].splitlines()[-1]]

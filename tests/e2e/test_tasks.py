@@ -154,9 +154,7 @@ def test_some_questions_behind_examples(product: Product, material: Material, tm
 
 def test_results_are_printed_also_where_no_file_can_be_written(product: Product, material: Material) -> None:
     file = material.tasks / "rows.jsonl"
-    ran = product.run(
-        "evaluate", *words({"load": material.run, "tasks": material.files("choices")[0], "limit": 2, "output": file / "x.json"})
-    )
+    ran = product.run("evaluate", *words({"load": material.run, "tasks": material.files("choices")[0], "limit": 2, "output": file / "x.json"}))
     assert ran.codes == (1,) and f"error: {file}: got File exists, expected to write it" in ran.err
     assert re.search(r"choices +0 +acc ", ran.out), ran.out
 
@@ -192,9 +190,7 @@ def test_what_cannot_be_run_is_one_error_of_all_ranks(
 
 
 def test_a_fault_in_the_code_of_a_task_ends_all_ranks(product: Product, material: Material, tmp_path: Path) -> None:
-    (tmp_path / "raw.py").write_text(
-        "def all_of_it(doc, results):\n    return {'answers': 1 / 0}\n\n\ndef kept(items):\n    return items\n"
-    )
+    (tmp_path / "raw.py").write_text("def all_of_it(doc, results):\n    return {'answers': 1 / 0}\n\n\ndef kept(items):\n    return items\n")
     for name in ("texts.yaml", "texts_raw.yaml"):
         (tmp_path / name).write_text((material.tasks / name).read_text())
     ran = product.launcher.run(["evaluate", "--load", material.run, "--tasks", tmp_path / "texts_raw.yaml"], 2)

@@ -59,15 +59,10 @@ def test_passes_and_messages_are_those_of_the_plans(recorded: Recorded) -> None:
         spans = [span for span in recorded.spans if span.rank == rank and "evaluation" not in span.details]
         for step in steps:
             actions = [span for span in spans if span.lane == COMPUTE and span.details["iteration"] == step]
-            found = [
-                (span.details["op"], span.details["stage"], span.details["microbatch"]) for span in sorted(actions, key=lambda s: s.begin)
-            ]
+            found = [(span.details["op"], span.details["stage"], span.details["microbatch"]) for span in sorted(actions, key=lambda s: s.begin)]
             assert found == [(action.op.value, action.stage, action.microbatch) for action in plan.schedule.ranks[rank // 2]]
         traffic = plan.traffic(rank // 2)
-        for lane, calls, size in (
-            (GATHERS, traffic.gathers, traffic.gather_bytes),
-            (REDUCTIONS, traffic.reductions, traffic.reduction_bytes),
-        ):
+        for lane, calls, size in ((GATHERS, traffic.gathers, traffic.gather_bytes), (REDUCTIONS, traffic.reductions, traffic.reduction_bytes)):
             messages = [span for span in spans if span.lane == lane]
             assert len(messages) == 2 * calls > 0 and sum(int(span.details["bytes"]) for span in messages) == 2 * size
             assert {span.details["operation"] for span in messages} == {"all_gather" if lane == GATHERS else "reduce_scatter"}
@@ -144,13 +139,7 @@ def test_recording_changes_no_bit(product: Product, straight: Callable[[str], Pa
     assert MeasuredSteps(read_timeline(tmp_path / "run.json")).numbers == (2,)  # behind the third there was an evaluation
 
 
-def test_what_cannot_be_recorded_is_refused_at_once(product: Product, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for changes, says in (
-        ({"profile_step_end": 2}, "--profile-step-end: got 2, expected more than profile_step_start 2"),
-        ({"profile_step_start": 6, "profile_step_end": 7}, "--profile-step-start: got 6, expected less than train_iters 6"),
-    ):
-        assert main(product.command(**{**STEPS, "record_timeline": "run.json", "dry_run": True, **changes})) == 2
-        assert says in capsys.readouterr().err
+def test_what_cannot_be_recorded_is_refused_at_once(product: Product, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     refused = product.run(*product.command(**{**STEPS, "record_timeline": tmp_path / "file" / "run.json"}))
     assert refused.codes == (1,) and f"{tmp_path}/file: got Not a directory, expected a folder in which files can be written" in refused.err

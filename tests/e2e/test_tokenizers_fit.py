@@ -19,14 +19,6 @@ ONE_STEP = {"train_iters": 1, "lr_decay_iters": 1, "split": "100,0,0"}
 
 
 @pytest.fixture(scope="module")
-def hf(product: Product, straight: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with the tokenizer of ``product``."""
-    folder = tmp_path_factory.mktemp("model") / "hf"
-    product.run("export", "--load", straight("one"), "--output", folder).ok()
-    return folder
-
-
-@pytest.fixture(scope="module")
 def other(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset of another tokenizer that has the same size and the same end token: nothing but its tokens tells them apart."""
     prefix = tmp_path_factory.mktemp("other") / "docs"
@@ -43,7 +35,7 @@ def named(text: str) -> bool:
 @pytest.mark.long
 @pytest.mark.parametrize("dry_run", [None, "strict"])
 def test_training(
-    dry_run: str | None, product: Product, other: Path, hf: Path, straight: Callable[[str], Path], refuse: Refuse, tmp_path: Path
+    dry_run: str | None, product: Product, other: Path, exported: Path, straight: Callable[[str], Path], refuse: Refuse, tmp_path: Path
 ) -> None:
     """A dataset and a tokenizer, a dataset and weights, a run that goes on with another tokenizer: nothing is written."""
     mine = f"{product.data}-tokenizer"
@@ -52,8 +44,8 @@ def test_training(
     shutil.copytree(straight("one"), tmp_path / "run")
     for changes in (
         {"data_path": other, "tokenizer_model": mine, "export_hf": tmp_path / "hf"},
-        {"data_path": other, "init_from_hf": hf, "save": tmp_path / "new", **shape},
-        {"tokenizer_model": theirs, "init_from_hf": hf, "save": tmp_path / "new", **shape},
+        {"data_path": other, "init_from_hf": exported, "save": tmp_path / "new", **shape},
+        {"tokenizer_model": theirs, "init_from_hf": exported, "save": tmp_path / "new", **shape},
         {"tokenizer_model": theirs, "load": tmp_path / "run", "save": tmp_path / "run", "train_iters": 8},
         {"data_path": other, "load": tmp_path / "run", "save": tmp_path / "run", "train_iters": 8},
         {"data_path": (1, product.data, 1, other)},
@@ -64,19 +56,17 @@ def test_training(
 
 
 @pytest.mark.long
-def test_commands_with_a_model(
-    product: Product, other: Path, hf: Path, straight: Callable[[str], Path], refuse: Refuse, tmp_path: Path
-) -> None:
+def test_commands_with_a_model(product: Product, other: Path, exported: Path, straight: Callable[[str], Path], refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     (tmp_path / "text.txt").write_text("a few words of text " * 50)
     theirs = ["--tokenizer-model", f"{other}-tokenizer"]
     few = words({"seq_length": 32, "global_batch_size": 1, "train_iters": 1, "lr": 1e-3, "split": "100,0,0"})
     for command in (
-        ["sft", "--init-from-hf", hf, "--train-data", tmp_path / "pairs.jsonl", "--chat-template", "plain", *few, *theirs],
+        ["sft", "--init-from-hf", exported, "--train-data", tmp_path / "pairs.jsonl", "--chat-template", "plain", *few, *theirs],
         ["evaluate", "--load", straight("one"), "--text", tmp_path / "text.txt", *theirs],
-        ["evaluate", "--init-from-hf", hf, "--data-path", other],
+        ["evaluate", "--init-from-hf", exported, "--data-path", other],
         ["generate", "--load", straight("one"), "--prompt", "a", *theirs],
-        ["chat", "--init-from-hf", hf, *theirs],
+        ["chat", "--init-from-hf", exported, *theirs],
         ["export", "--load", straight("one"), "--output", tmp_path / "hf", *theirs],
     ):
         text = refuse(command, code=1)

@@ -24,47 +24,6 @@ class Use:
 
 
 @dataclass
-class Noted:
-    """Takes the place of ``torch.distributed`` in a module: what is called is noted, then done."""
-
-    rank: int
-    uses: list[Use] = field(default_factory=list)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(dist, name)
-
-    def all_reduce(self, tensor: Any, *args: Any, group: Any, **options: Any) -> Any:
-        self.uses.append(Use(name_of(group), ranks_of(group), "all_reduce"))
-        return dist.all_reduce(tensor, *args, group=group, **options)
-
-    def isend(self, tensor: Any, *, group: Any, group_dst: int) -> Any:
-        self.uses.append(Use(name_of(group), (self.rank, ranks_of(group)[group_dst]), "message"))
-        return dist.isend(tensor, group=group, group_dst=group_dst)
-
-    def irecv(self, tensor: Any, *, group: Any, group_src: int) -> Any:
-        self.uses.append(Use(name_of(group), (ranks_of(group)[group_src], self.rank), "message"))
-        return dist.irecv(tensor, group=group, group_src=group_src)
-
-    def P2POp(self, op: Any, tensor: Any, *, group: Any, group_peer: int) -> Any:
-        real = dist.isend if op == self.isend else dist.irecv
-        return dist.P2POp(real, tensor, group=group, group_peer=group_peer)
-
-    def batch_isend_irecv(self, batch: list[Any]) -> Any:
-        self.uses.append(Use(name_of(batch[0].group), ranks_of(batch[0].group), "ring"))
-        return dist.batch_isend_irecv(batch)
-
-
-def name_of(group: Any) -> str:
-    """The same on all ranks."""
-    return str(group.group_name)
-
-
-def ranks_of(group: Any) -> tuple[int, ...]:
-    """Global ranks, in the group's order."""
-    return tuple(dist.get_process_group_ranks(group))
-
-
-@dataclass
 class Config:
     """Exactly the fields of ``ProcessGroupNCCL.NCCLConfig`` that a trainer may set: another name raises AttributeError."""
 
@@ -100,11 +59,16 @@ class Done:
 
 
 @dataclass
-class Imagined(Noted):
-    """The same for one rank alone: groups are only asked for, and nothing is sent."""
+class Imagined:
+    """Takes the place of ``torch.distributed`` for one rank alone: groups are only asked for, each use is noted, and nothing is sent."""
 
-    groups: list[Group] = field(default_factory=list)
+    rank: int
     world_size: int = 1
+    uses: list[Use] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
 
     class ProcessGroupNCCL:
         Options = Options
@@ -137,9 +101,9 @@ class Imagined(Noted):
 
 
 @contextmanager
-def noted(noting: Noted, *modules: Any) -> Iterator[None]:
-    """A section in which ``mesh.py``, ``groups.py`` and other modules call ``noting``."""
-    patches = [mock.patch.object(module, "dist", noting) for module in (meshes, groups, *modules)]
+def noted(noting: Imagined) -> Iterator[None]:
+    """A section in which ``mesh.py`` and ``groups.py`` call ``noting``."""
+    patches = [mock.patch.object(module, "dist", noting) for module in (meshes, groups)]
     for patch in patches:
         patch.start()
     try:

@@ -48,9 +48,7 @@ def test_a_user_may_turn_it_off(given: dict[str, str]) -> None:
     assert environ == given
 
 
-def entry(
-    number: int, state: str, *, retired: bool, operation: str = "nccl:all_gather", is_p2p: bool = False, pg_id: int = 3
-) -> dict[str, Any]:
+def entry(number: int, state: str, *, retired: bool, operation: str = "nccl:all_gather", is_p2p: bool = False, pg_id: int = 3) -> dict[str, Any]:
     """As NCCL writes them: several inputs may travel together."""
     sizes = {"input_sizes": [[8], [4]], "input_dtypes": ["Float", "Float"], "output_sizes": [[16]], "output_dtypes": ["Float"]}
     place = {"collective_seq_id": number, "is_p2p": is_p2p, "process_group": ["7", "dp"], "profiling_name": operation, "pg_id": pg_id}

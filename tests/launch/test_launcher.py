@@ -9,26 +9,15 @@ from megatron_llama.errors import ClusterError
 from megatron_llama.launch.launcher import Place, first_host, place_from_environment
 
 TORCHRUN = {
-    "RANK": "13",
-    "WORLD_SIZE": "32",
-    "LOCAL_RANK": "5",
-    "LOCAL_WORLD_SIZE": "8",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "node7",
-    "MASTER_PORT": "1234",
-    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "13", "WORLD_SIZE": "32", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1", "MASTER_ADDR": "node7",
+    "MASTER_PORT": "1234", "TORCHELASTIC_RUN_ID": "none",
 }
 BY_HAND = {"RANK": "13", "WORLD_SIZE": "32", "LOCAL_RANK": "5", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
 JOB = {"SLURM_JOB_ID": "4123456", "SLURM_NTASKS": "32", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "gpu[03-06]"}
 BATCH = {**JOB, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "8(x4)"}
 """What a batch script sees: everything but a step."""
 SLURM = {
-    **JOB,
-    "SLURM_PROCID": "13",
-    "SLURM_LOCALID": "5",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "gpu[03-06]",
+    **JOB, "SLURM_PROCID": "13", "SLURM_LOCALID": "5", "SLURM_NODEID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[03-06]",
     "SLURM_STEP_TASKS_PER_NODE": "8(x4)",
 }
 ONE_A_MACHINE = {**SLURM, "SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}
@@ -55,24 +44,6 @@ PORT = 20000 + 4123456 % 20000
         ({**SLURM, "PMI_RANK": "13", "PMI_SIZE": "32"}, Place(13, 32, 5, "gpu03", PORT, 8, 1)),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "3", "SLURM_JOB_NODELIST": "a,b"}, Place(1, 2, 1, "a", 20000 + 9500)),
     ],
-    ids=[
-        "alone",
-        "torchrun",
-        "by hand",
-        "srun",
-        "srun, uneven",
-        "srun, master",
-        "srun, stray",
-        "torchrun under srun",
-        "torchrun in a batch script",
-        "srun that sets them by hand",
-        "stray",
-        "one",
-        "batch of one",
-        "mpi of one",
-        "srun with pmi",
-        "srun, least",
-    ],
 )
 def test_place(environ: dict[str, str], place: Place) -> None:
     assert place_from_environment(environ) == place
@@ -85,28 +56,10 @@ def test_whether_a_job_may_have_several_machines() -> None:
     assert replace(Place(0, 1, 0), world_size=2).may_span_machines, "unknown"
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("WORLD_SIZE", "1000000000", "expected an integer of at most 262,144"),
-        ("WORLD_SIZE", "1" * 5000, "expected an integer"),
-        ("MASTER_PORT", "70000", "expected an integer of at most 65,535"),
-        ("MASTER_PORT", "-1", "expected an integer of at least 0"),
-        ("LOCAL_RANK", "-1", "expected an integer of at least 0"),
-        ("LOCAL_WORLD_SIZE", "9" * 12, "expected an integer of at most"),
-    ],
-)
-def test_numbers_that_no_launcher_gives(name: str, value: str, said: str) -> None:
-    with pytest.raises(ClusterError, match=f"environment variable {name}: got .*{said}"):
-        place_from_environment({**TORCHRUN, name: value})
-
-
 def test_slurm_variables_that_claim_a_billion_tasks() -> None:
     """Nothing is listed by their word."""
     counts = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "8(x999999999),2"}
     assert place_from_environment(counts).local_world_size == 8
-    with pytest.raises(ClusterError, match="environment variable SLURM_JOB_ID: got 'seven'"):
-        place_from_environment({**SLURM, "SLURM_JOB_ID": "seven"})
     nodes = "a[" + "[" * 50_000 + "0-999999999],b"
     assert place_from_environment({**SLURM, "SLURM_STEP_NODELIST": nodes}).master_addr.startswith("a")
 
@@ -115,6 +68,12 @@ def test_slurm_variables_that_claim_a_billion_tasks() -> None:
     ("environ", "said"),
     [
         ({**TORCHRUN, "WORLD_SIZE": "four"}, "environment variable WORLD_SIZE: got 'four', expected an integer; unset it"),
+        ({**TORCHRUN, "WORLD_SIZE": "1000000000"}, "WORLD_SIZE: got .*expected an integer of at most 262,144"),
+        ({**TORCHRUN, "WORLD_SIZE": "1" * 5000}, "WORLD_SIZE: got .*expected an integer"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT: got .*expected an integer of at most 65,535"),
+        ({**TORCHRUN, "LOCAL_RANK": "-1"}, "LOCAL_RANK: got .*expected an integer of at least 0"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9" * 12}, "LOCAL_WORLD_SIZE: got .*expected an integer of at most"),
+        ({**SLURM, "SLURM_JOB_ID": "seven"}, "environment variable SLURM_JOB_ID: got 'seven'"),
         ({**TORCHRUN, "RANK": "32"}, "RANK, WORLD_SIZE: got 32, 32, expected a rank from 0 to one less"),
         ({"RANK": "3"}, "got RANK=3 without WORLD_SIZE, MASTER_ADDR, expected all three, or none"),
         ({"RANK": "0", "MASTER_ADDR": "node7"}, "got RANK=0 MASTER_ADDR=node7 without WORLD_SIZE, "),
@@ -132,23 +91,6 @@ def test_slurm_variables_that_claim_a_billion_tasks() -> None:
         ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "8"}, "a Slurm job of 16 tasks"),
         ({**SLURM, **TORCHRUN}, "got RANK=13 of 32 from torchrun, in one of 8 tasks.*`srun --ntasks-per-node=1 torchrun"),
         ({**SLURM, **BY_HAND, "RANK": "0"}, "got RANK=0 of 32 in the environment, in one of 8 tasks"),
-    ],
-    ids=[
-        "no number",
-        "too large",
-        "rank alone",
-        "no size",
-        "no address",
-        "local rank alone",
-        "mpirun",
-        "pmi",
-        "batch script",
-        "salloc",
-        "batch step",
-        "interactive step",
-        "tasks of each machine",
-        "many torchruns",
-        "a rank for all",
     ],
 )
 def test_what_is_refused(environ: dict[str, str], said: str) -> None:

@@ -145,9 +145,7 @@ def test_neighbours(pp: int, dp: int, cp: int, tp: int, cluster: Cluster) -> Non
         Case(tp=4, kv_heads=2, dp=2, groups={"tp": 2, "kv": 4, "dp": 4}),
         Case(tp=4, kv_heads=1, groups={"tp": 1}),
     ],
-    ids=lambda case: " ".join(
-        f"{name}={value}" for name, value in vars(case).items() if value != getattr(Case(), name) and name != "groups"
-    ),
+    ids=lambda case: " ".join(f"{name}={value}" for name, value in vars(case).items() if value != getattr(Case(), name) and name != "groups"),
 )
 def test_communicators_are_made_only_where_they_are_used(case: Case, cluster: Cluster) -> None:
     for rank, found in enumerate(cluster.run(case.world_size, build, case)):

@@ -141,9 +141,7 @@ def named(machines: Sequence[Machine], **environ: str) -> tuple[Machine, ...]:
 
 def two_interfaces() -> tuple[Machine, ...]:
     """Names are addresses of an interface that leads nowhere."""
-    first = Machine(
-        "alpha", {"adm0": ["10.1.0.1/32"], "net1": ["10.2.0.1/24"]}, LOCALHOST + "10.1.0.1 alpha\n", {"MASTER_ADDR": "10.2.0.1"}
-    )
+    first = Machine("alpha", {"adm0": ["10.1.0.1/32"], "net1": ["10.2.0.1/24"]}, LOCALHOST + "10.1.0.1 alpha\n", {"MASTER_ADDR": "10.2.0.1"})
     second = Machine("beta", {"adm1": ["10.1.0.2/32"], "net1": ["10.2.0.2/24"]}, LOCALHOST + "10.1.0.2 beta\n", {"MASTER_ADDR": "10.2.0.1"})
     return first, second
 
@@ -151,9 +149,7 @@ def two_interfaces() -> tuple[Machine, ...]:
 def version_6() -> tuple[Machine, ...]:
     """No other addresses, and names that are ::1."""
     environ = {"MASTER_ADDR": "fd00::1"}
-    return tuple(
-        Machine(name, {"net1": [f"fd00::{end}/64"]}, f"::1 localhost {name}\n", environ) for end, name in ((1, "alpha"), (2, "beta"))
-    )
+    return tuple(Machine(name, {"net1": [f"fd00::{end}/64"]}, f"::1 localhost {name}\n", environ) for end, name in ((1, "alpha"), (2, "beta")))
 
 
 @pytest.mark.long
@@ -185,9 +181,7 @@ def test_an_interface_that_leads_nowhere_is_refused_on_all_ranks(slow: int | Non
     """Also on a rank that still reads why when all others have."""
     first, second = LOOPBACK_NAMES
     machines = (first, replace(second, environ={**second.environ, "GLOO_SOCKET_IFNAME": "lo"}))
-    refused = (
-        "the network of rank 1 on beta: got GLOO_SOCKET_IFNAME=lo, expected an interface that reaches the other machines, as net1 does; "
-    )
+    refused = ("the network of rank 1 on beta: got GLOO_SOCKET_IFNAME=lo, expected an interface that reaches the other machines, as net1 does; ")
     assert (
         found_by_ranks(machines, tmp_path, slow=slow)
         == [[f"{refused}set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on that machine to one of lo, net1"]] * 3

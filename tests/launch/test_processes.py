@@ -19,7 +19,7 @@ from megatron_llama.engine.comm.recorder import Recorder
 from megatron_llama.launch import processes
 from megatron_llama.launch.launcher import Place, launching_processes
 from megatron_llama.launch.orphan import following_launcher
-from megatron_llama.launch.processes import STOPPED, TRACED, UNKNOWN, Process, parent_of, process_of, program_of, this_process
+from megatron_llama.launch.processes import STOPPED, TRACED, UNKNOWN, Process, parent_of, process_of, program_of
 from megatron_llama.launch.watch import Diagnosis, Watch
 
 
@@ -69,13 +69,9 @@ def test_a_process_of_another_machine_or_container_is_not_looked_up(field: str, 
 
 
 def test_a_process_without_a_launcher_depends_on_none() -> None:
-    assert launching_processes({}) == ()
+    """Nor does what a rank starts by itself, which may have a part of the rank's variables."""
+    assert launching_processes({}) == launching_processes({"TORCHELASTIC_RUN_ID": "one", "TORCHELASTIC_RESTART_COUNT": "0"}) == ()
     assert launching_processes({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}) == (), "its parent is no slurmstepd"
-
-
-def test_what_a_rank_starts_by_itself_depends_on_none() -> None:
-    """It may have a part of the rank's variables."""
-    assert launching_processes({"TORCHELASTIC_RUN_ID": "one", "TORCHELASTIC_RESTART_COUNT": "0"}) == ()
 
 
 def test_a_program_whose_name_is_cut_inside_a_character(tmp_path: Path) -> None:
@@ -142,10 +138,6 @@ def test_one_that_a_debugger_holds_is_not_killed(child: subprocess.Popen[bytes])
         trace(detach, child.pid, None, None)
 
 
-def test_this_process_is_running() -> None:
-    assert this_process().visible and this_process().state
-
-
 def test_a_process_that_cannot_be_looked_at_has_not_ended(child: subprocess.Popen[bytes]) -> None:
     """A rank that has no file descriptor left must not think that its launcher is gone."""
     process = named(child)
@@ -159,9 +151,7 @@ def test_a_process_that_cannot_be_looked_at_has_not_ended(child: subprocess.Pope
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["hides others", "is another container's"])
-def test_a_proc_that_does_not_show_a_process(
-    own: bool, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_proc_that_does_not_show_a_process(own: bool, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     process = named(child)
     number = str(os.getpid() + (not own))
     (tmp_path / "self").symlink_to(number)

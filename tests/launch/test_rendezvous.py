@@ -45,9 +45,7 @@ def test_who_does_not_come_is_named() -> None:
 
 def test_a_store_that_cannot_be_found_or_hosted() -> None:
     soon = timedelta(seconds=0.3)
-    with pytest.raises(
-        ClusterError, match=r"rank 0: got no answer at 127.0.0.1, port \d+ \(MASTER_ADDR, MASTER_PORT\), expected the store "
-    ):
+    with pytest.raises(ClusterError, match=r"rank 0: got no answer at 127.0.0.1, port \d+ \(MASTER_ADDR, MASTER_PORT\), expected the store "):
         open_store(Place(1, 2, 1, "127.0.0.1", free_port()), soon, hosts=False)
     with socket.socket() as other:
         other.bind(("", 0))

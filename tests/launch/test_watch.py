@@ -249,9 +249,7 @@ class Leaves:
         abort, destroy = dist.distributed_c10d._abort_process_group, dist.destroy_process_group
         all_leave = self.ending in (Ending.NORMAL, Ending.EVERYWHERE)
         here = place.rank == ALONE
-        dist.destroy_process_group = lambda: leave(
-            "destroys", destroy, hangs=not all_leave and (here or self.ending != Ending.DESTROY_HANGS)
-        )
+        dist.destroy_process_group = lambda: leave("destroys", destroy, hangs=not all_leave and (here or self.ending != Ending.DESTROY_HANGS))
         dist.distributed_c10d._abort_process_group = lambda: leave("aborts", abort, hangs=here and self.ending == Ending.ABORT_HANGS)
         cli.run = lambda words: self.command(place)  # type: ignore[assignment]
         os._exit(self.main())
@@ -312,9 +310,7 @@ def test_a_rank_that_leaves_alone_says_why_and_waits_for_nobody(ending: Ending, 
         assert mine[0] == "Traceback (most recent call last):"
         assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB." in mine[: mine.index("aborts")]
         hung = mine[mine.index("aborts") + 1 :]
-        assert bool(hung) == (ending == Ending.ABORT_HANGS) and all(
-            "rank 1 was stuck, and was ended: rank 1 failed" in line for line in hung
-        )
+        assert bool(hung) == (ending == Ending.ABORT_HANGS) and all("rank 1 was stuck, and was ended: rank 1 failed" in line for line in hung)
     for rank in set(range(RANKS)) - {ALONE}:
         words = said[rank]
         # Of a rank that has failed the others know; one that was interrupted is gone.

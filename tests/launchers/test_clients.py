@@ -36,9 +36,7 @@ def unknown(given: Any, kept: Any, path: str = "") -> list[str]:
             for problem in (unknown(value, kept[name], f"{path}.{name}") if name in kept else [f"{path}.{name}"])
         ]
     if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
-        return [
-            problem for i, (ours, theirs) in enumerate(zip(given, kept, strict=True)) for problem in unknown(ours, theirs, f"{path}[{i}]")
-        ]
+        return [problem for i, (ours, theirs) in enumerate(zip(given, kept, strict=True)) for problem in unknown(ours, theirs, f"{path}[{i}]")]
     return [] if given == kept else [f"{path}: {given!r} became {kept!r}"]
 
 

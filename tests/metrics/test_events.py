@@ -44,14 +44,6 @@ def test_what_a_run_takes_back_stays_here(tmp_path: Path) -> None:
     ]
 
 
-def test_where_nothing_is_kept_nothing_happens(tmp_path: Path) -> None:
-    for folder, prints in ((None, True), (tmp_path, False)):
-        log, _ = opened(folder, prints=prints)
-        with log:
-            log.event(SAVED, path="x")
-    assert not (tmp_path / "events.jsonl").exists()
-
-
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     lost = EventFile(tmp_path / "none")
     lost.tell(END, reason="")

@@ -35,27 +35,13 @@ def test_by_hand() -> None:
     assert flops_per_token(replace(model, tie_word_embeddings=True), 5, causal=True) == flops_per_token(model, 5, causal=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA A100 80GB PCIe", 312e12),
-        ("NVIDIA A800-SXM4-80GB", 312e12),
-        ("NVIDIA A10", 125e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA GH200 480GB", 989e12),
-        ("NVIDIA H20", 148e12),
-        ("NVIDIA B200", 2250e12),
-        ("NVIDIA GB200", 2500e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA GeForce GTX 1080", None),
-        ("cpu", None),
-        ("", None),
-    ],
-)
-def test_peaks(name: str, peak: float | None) -> None:
-    assert peak_flops(name) == peak
+PEAKS = {
+    "A100-SXM4-80GB": 312, "A100 80GB PCIe": 312, "A800-SXM4-80GB": 312, "A10": 125, "H100 80GB HBM3": 989, "H100 PCIe": 756, "H100 NVL": 835,
+    "H200": 989, "GH200 480GB": 989, "H20": 148, "B200": 2250, "GB200": 2500, "L4": 121, "L40S": 362,
+}
+
+
+def test_peaks() -> None:
+    """Of names of which some are parts of others, in TFLOP/s."""
+    assert {name: peak_flops(f"NVIDIA {name}") for name in PEAKS} == {name: peak * 1e12 for name, peak in PEAKS.items()}
+    assert [peak_flops(name) for name in ("NVIDIA GeForce GTX 1080", "cpu", "")] == [None] * 3

@@ -22,7 +22,6 @@ from megatron_llama.metrics.log import (
     ValidationRecord,
     compact_line,
     format_duration,
-    format_validation,
     last_iteration,
     megatron_line,
     truncate,
@@ -48,32 +47,11 @@ RECORD = StepRecord(
     data_parallel_bytes=8_388_608.0,
 )
 KEYS = {
-    "iteration",
-    "lm_loss",
-    "grad_norm",
-    "loss_scale",
-    "skipped_iterations",
-    "learning_rate",
-    "consumed_samples",
-    "tokens_per_second",
-    "tokens_per_second_per_gpu",
-    "tflops_per_gpu",
-    "mfu",
-    "exposed_comm_ms",
-    "data_parallel_bytes",
-    "elapsed_ms",
-    "peak_memory_bytes",
-    "global_batch_size",
-    "eta_seconds",
+    "iteration", "lm_loss", "grad_norm", "loss_scale", "skipped_iterations", "learning_rate", "consumed_samples", "tokens_per_second",
+    "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "exposed_comm_ms", "data_parallel_bytes", "elapsed_ms", "peak_memory_bytes",
+    "global_batch_size", "eta_seconds",
 }
 NOW = datetime(2026, 8, 22, 15, 22, 22)
-MEGATRON = (
-    " [2026-08-22 15:22:22] iteration        1/  500000 | consumed samples:          128 | elapsed time per iteration (ms): 1234.5 | "
-    "throughput per GPU (TFLOP/s/GPU): 400.0 | learning rate: 1.500000E-06 | global batch size:   128 | lm loss: 1.234567E+01 | "
-    "loss scale: 1.0 | grad norm: 1.234 | number of skipped iterations:   0 | number of nan iterations:   0 |"
-)
-
-
 def opened(folder: Path | None, start: int = 0, **changes: Any) -> tuple[MetricLog, io.StringIO]:
     out = io.StringIO()
     options: dict[str, Any] = {"prints": True, "start_iteration": start, "train_iters": 500_000, "progress_bar": True, "out": out}
@@ -82,11 +60,6 @@ def opened(folder: Path | None, start: int = 0, **changes: Any) -> tuple[MetricL
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-
-
-def test_the_line_is_megatrons_with_ours_appended() -> None:
-    ours = " tokens/s/GPU: 1234.5 | exposed comm (ms): 1.2 | MFU: 12.3% | peak memory (GiB): 1.23 | ETA: 1:02:03 |"
-    assert megatron_line(RECORD, NOW) == MEGATRON + ours
 
 
 def test_a_slow_device_has_a_speed_too() -> None:
@@ -108,37 +81,9 @@ def test_the_compact_line_has_what_scripts_look_for() -> None:
     assert unusual.endswith(" | tokens/s/GPU: 1235 | ETA: n/a | loss scale: 512.0 | number of skipped iterations: 2")
 
 
-def test_unknown_values_are_named() -> None:
-    record = replace(RECORD, exposed_comm_ms=None, mfu=None, peak_memory_bytes=None, eta_seconds=None)
-    ours = " tokens/s/GPU: 1234.5 | exposed comm (ms): n/a | MFU: n/a | peak memory (GiB): n/a | ETA: n/a |"
-    assert megatron_line(record, NOW) == MEGATRON + ours
-
-
-def test_skipped_steps_and_the_loss_scale_are_shown() -> None:
-    record = replace(RECORD, grad_norm=None, loss_scale=32768.0, skipped_iterations=2)
-    line = megatron_line(record, NOW)
-    assert "| loss scale: 32768.0 | grad norm: n/a | number of skipped iterations:   2 | number of nan iterations:   0 |" in line
-
-
-def test_a_skipped_step_is_written_without_a_norm(tmp_path: Path) -> None:
-    log, _ = opened(tmp_path)
-    with log:
-        log.write(replace(RECORD, grad_norm=None, loss_scale=32768.0, skipped_iterations=1))
-    [entry] = lines(tmp_path)
-    assert (entry["grad_norm"], entry["loss_scale"], entry["skipped_iterations"]) == (None, 32768.0, 1)
-
-
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00:00"), (59.6, "0:01:00"), (3599.7, "1:00:00"), (100 * 3600 + 61, "100:01:01")])
 def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
-
-
-def test_the_validation_line() -> None:
-    assert format_validation(ValidationRecord(100, 12800, 2.0, 4096)) == (
-        " validation loss at iteration 100 | consumed samples:        12800 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 "
-        "| validation tokens: 4096 |"
-    )
-    assert "lm loss PPL: 4.851652E+08" in format_validation(ValidationRecord(0, 0, 1e6, 1))
 
 
 def test_what_an_objective_counts_has_its_place(tmp_path: Path) -> None:
@@ -159,14 +104,9 @@ def test_what_an_objective_counts_has_its_place(tmp_path: Path) -> None:
         "| validation pairs: 24 |"
     )
     step, evaluation = lines(tmp_path)
-    step.pop("time")
-    assert step == {**{key: getattr(RECORD, key) for key in KEYS - {"lm_loss"}}, "loss": 12.5, **numbers}
+    assert {"loss": 12.5, **numbers}.items() <= step.items() and "lm_loss" not in step
     assert evaluation == {
-        "iteration": 1,
-        "consumed_samples": 128,
-        "validation_loss": 0.5,
-        "validation_pairs": 24,
-        "validation_logps/chosen": -120.25,
+        "iteration": 1, "consumed_samples": 128, "validation_loss": 0.5, "validation_pairs": 24, "validation_logps/chosen": -120.25,
     }
 
 
@@ -197,13 +137,6 @@ def test_other_ranks_are_silent(tmp_path: Path) -> None:
         log.say("hello")
     assert out.getvalue() == ""
     assert not (tmp_path / "never").exists()
-
-
-def test_without_a_folder_lines_are_only_printed() -> None:
-    log, out = opened(None)
-    with log:
-        log.write(RECORD)
-    assert out.getvalue().count("\n") == 1
 
 
 def test_numbers_that_are_not_finite_stop_the_run(tmp_path: Path) -> None:
@@ -238,15 +171,6 @@ def test_a_resumed_run_continues_one_curve(tmp_path: Path) -> None:
     assert again == whole
     assert out.getvalue().count("validation loss at iteration 2 ") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
-
-
-def test_a_fresh_start_begins_a_new_curve(tmp_path: Path) -> None:
-    for _ in range(2):
-        log, _ = opened(tmp_path)
-        with log:
-            log.write_validation(ValidationRecord(0, 0, 9.0, 8))
-            log.write(RECORD)
-    assert [line["iteration"] for line in lines(tmp_path)] == [0, 1]
 
 
 def test_what_is_not_of_the_curve_is_only_printed(tmp_path: Path) -> None:
@@ -326,3 +250,12 @@ def test_no_bar_when_not_asked_or_not_on_a_terminal(tmp_path: Path) -> None:
             quiet.say("only this")
 
     assert on_a_terminal(use).split() == ["only", "this"]
+
+
+def test_a_fresh_start_begins_a_new_curve(tmp_path: Path) -> None:
+    for _ in range(2):
+        log, _ = opened(tmp_path)
+        with log:
+            log.write_validation(ValidationRecord(0, 0, 9.0, 8))
+            log.write(RECORD)
+    assert [line["iteration"] for line in lines(tmp_path)] == [0, 1]

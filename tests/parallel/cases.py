@@ -187,9 +187,7 @@ class Layout:
         """The configuration with the numbers of a step, as plans need them."""
         config = self.config()
         micro = GLOBAL_BATCH_SIZE // (self.dp * self.microbatches)
-        sizes = replace(
-            config.training, seq_length=SEQ_LENGTH, micro_batch_size=micro, global_batch_size=micro * self.dp * self.microbatches
-        )
+        sizes = replace(config.training, seq_length=SEQ_LENGTH, micro_batch_size=micro, global_batch_size=micro * self.dp * self.microbatches)
         return replace(config, training=sizes, data=replace(config.data, eod_mask_loss=self.documents))
 
 
@@ -357,9 +355,7 @@ def train_hf(layout: Layout) -> Record:
 def train_twin(model: torch.nn.Module, layout: Layout) -> Record:
     """The steps of a layout with a model of transformers, of which everything is trained that wants gradients."""
     optimizer = adamw(model.parameters(), OPTIMIZER)
-    losses, norms = torch_twin.train(
-        model, optimizer, lambda index: [next_token_loss(model, global_samples(index))], layout.steps, layout.clip
-    )
+    losses, norms = torch_twin.train(model, optimizer, lambda index: [next_token_loss(model, global_samples(index))], layout.steps, layout.clip)
     return Record(tuple(losses), tuple(norms))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 
 import pytest
 
@@ -13,11 +14,5 @@ from tests.parallel.cases import Layout, Reference, reference
 @pytest.fixture(scope="session")
 def references(cluster: Cluster) -> Callable[[Layout], Reference]:
     """The reference of a layout."""
-    known: dict[Layout, Reference] = {}
-
-    def look_up(layout: Layout) -> Reference:
-        if layout.reference not in known:
-            known[layout.reference] = reference(cluster, layout)
-        return known[layout.reference]
-
-    return look_up
+    trained = cache(partial(reference, cluster))
+    return lambda layout: trained(layout.reference)

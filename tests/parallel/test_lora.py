@@ -13,18 +13,7 @@ from megatron_llama.model.plan.params import hf_shapes
 from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
 
 from tests.harness import Cluster
-from tests.parallel.cases import (
-    LOSS_BOUND,
-    NORM_BOUND,
-    AdaptedWeights,
-    Layout,
-    Record,
-    deviation,
-    merged,
-    train,
-    train_twin,
-    trainer,
-)
+from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, AdaptedWeights, Layout, Record, deviation, merged, train, train_twin, trainer
 from tests.parallel.test_traffic import count
 from tests.torch_twin import drawn, hf_model
 

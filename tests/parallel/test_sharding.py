@@ -148,16 +148,6 @@ def test_what_is_held_is_what_the_dry_run_prints(cluster: Cluster, layout: Layou
         assert total == sum(state_bytes(engine_options(layout.config()), plan).values())
 
 
-def test_two_slots_hold_two_blocks_and_one_end(cluster: Cluster) -> None:
-    layout = Layout(dp=2, strategy=PARAMS)
-    plan = rank_bucket_plan(layout.config(), dp=2)
-    (block,) = [b for b in plan.unit_buckets[1] if not plan.has_own_slot(b)]
-    (end,) = plan.unit_buckets[0]
-    norms = sum(bucket.numel for bucket in plan.buckets if bucket.kind.needs_own_slot)
-    expected = 2 * plan.buckets[block].numel + plan.buckets[end].numel + norms
-    assert [found[:2] for found in cluster.run(2, held, layout)] == [(expected, expected)] * 2
-
-
 class Copies(TorchDispatchMode):
     """Bytes that operators copy from or to given storages, by operator. A mode belongs to a thread: it is entered in each."""
 
@@ -460,17 +450,6 @@ def test_receive_buffers_are_those_of_the_formula(cluster: Cluster, layout: Layo
     expected = host_buffer_bytes(engine_options(layout.config()), rank_bucket_plan(layout.config(), dp=layout.dp), dp=layout.dp)
     assert max(cluster.run(layout.world_size, receive_bytes, layout)) == expected, "the last rank may have a smaller part"
     assert (expected > 0) is (layout.dp > 1)
-
-
-@pytest.mark.parametrize(("grad_slots", "buffers"), [(1, 3), (2, 4), (3, 6)])
-def test_there_are_as_many_receive_buffers_as_gradient_slots(cluster: Cluster, grad_slots: int, buffers: int) -> None:
-    """Those of the blocks, one fewer (but one) of embedding and head, and one of the norms: each for the part that the other rank has
-    of the largest bucket."""
-    layout = Layout(dp=2, strategy=PARAMS, grad_slots=grad_slots)
-    plan = rank_bucket_plan(layout.config(), dp=2)
-    largest = max(bucket.numel for bucket in plan.buckets)
-    assert len(plan.buckets) > buffers == len(plan.gradient_slot_numel())
-    assert cluster.run(2, receive_bytes, layout) == [buffers * largest // 2 * 4] * 2
 
 
 def build_and_drop(place: Place) -> tuple[int, int]:

@@ -241,13 +241,3 @@ def test_gathers_in_backward_are_of_what_is_updated_there(layout: Layout) -> Non
     assert 0 < len(updated) < len(buckets.buckets) and early < {bucket.index for bucket in updated}
     share = sum(bucket.numel for bucket in updated if bucket.index in early) / sum(bucket.numel for bucket in updated)
     assert 0.25 < share <= 1 / 3
-
-
-def test_volume_of_optim_does_not_grow_with_accumulation(cluster: Cluster) -> None:
-    volumes = {}
-    for strategy in ("optim", "optim_grads"):
-        for microbatches in (1, 4):
-            layout = replace(Layout(dp=2), strategy=strategy, microbatches=microbatches)
-            volumes[strategy, microbatches] = cluster.run(2, count, layout)[0].traffic["dp", "reduce_scatter"]
-    assert volumes["optim", 4] == volumes["optim", 1] == volumes["optim_grads", 1]
-    assert volumes["optim_grads", 4] == tuple(4 * value for value in volumes["optim", 1])

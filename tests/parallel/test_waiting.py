@@ -56,10 +56,3 @@ def test_a_step_asks_for_nothing(layout: Layout) -> None:
             later = Readback((loss, update.grad_norm, update.skipped, update.loss_scale))
     assert asked.found == []
     assert later.read()[2] == 0.0
-
-
-def test_asking_is_seen() -> None:
-    with Asked() as asked:
-        float(torch.ones(()))
-        torch.ones(3).nonzero()
-    assert asked.found == ["_local_scalar_dense", "nonzero"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise, product
+from itertools import product
 from types import FrameType
 from typing import Any
 
@@ -16,7 +16,7 @@ from megatron_llama.engine.plan.weight_access import WeightAccess
 from megatron_llama.model.plan.params import Partition, split_layers, stage_units
 from megatron_llama.pipeline.plan.stage_accesses import unit_weight_accesses, weight_accesses_of
 from megatron_llama.pipeline.plan.traffic import count_gathers
-from megatron_llama.schedule import Op, placement_of, schedule_named
+from megatron_llama.schedule import placement_of, schedule_named
 
 from tests.over_cases import over_cases
 from tests.pipeline.test_weight_access import MODEL
@@ -73,32 +73,9 @@ def test_gathers_of_equal_blocks(microbatches: int, limit: int | None) -> None:
             assert sum(found.values()) == 2 * count * microbatches - slots * turns
 
 
-def test_gathers_by_bucket() -> None:
-    """Four blocks, two slots, two microbatches. 2 and 3 are kept from forward to backward, 0 and 1 from backward to forward."""
-    assert count_gathers(blocks(4, 2), plain(4, 2)) == {0: 3, 1: 3, 2: 2, 3: 2}
-    assert count_gathers(blocks(4, 1), plain(4, 2)) == {0: 3, 1: 4, 2: 4, 3: 2}
-    assert count_gathers(blocks(4, 4), plain(4, 2)) == {0: 1, 1: 1, 2: 1, 3: 1}
-
-
 @pytest.mark.parametrize("steps", [2, 3, 10])
 def test_steps_repeat_from_the_second(steps: int) -> None:
     assert count_gathers(blocks(5, 2), plain(5, 3), steps=steps) == count_gathers(blocks(5, 2), plain(5, 3))
-
-
-@over_cases
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
-@pytest.mark.parametrize("rank", [0, 1, 2, 3])
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_gathers_of_1f1b(count: int, rank: int, microbatches: int) -> None:
-    """Between two passes of one direction only those blocks stay that have their slot to themselves: 2N - L if positive."""
-    actions = [a for a in schedule_named("1f1b", ranks=4, microbatches=microbatches).ranks[rank] if a.op in (Op.FORWARD, Op.BACKWARD)]
-    forward = tuple(range(count))
-    accesses = weight_accesses_of(actions, {rank: forward}, {rank: forward[::-1]})
-    turns = sum(a.op is not b.op for a, b in pairwise(actions))
-    assert turns == 2 * max(1, microbatches - (3 - rank)) - 1, "warm-up, then one forward and one backward in turn"
-    for slots in range(1, count + 1):
-        kept = slots * turns + max(0, 2 * slots - count) * (2 * microbatches - 1 - turns)
-        assert sum(count_gathers(blocks(count, slots), accesses).values()) == 2 * count * microbatches - kept
 
 
 def rank_case(name: str, virtual: int, rank: int, *, slots: int) -> tuple[PrefetchPlan, tuple[WeightAccess, ...]]:
@@ -134,19 +111,6 @@ def test_gathers_of_real_schedules(name: str, virtual: int, rank: int, slots: in
         assert {found[bucket] for bucket in found if prefetch.slots[bucket][0] == 1} == {1}
 
 
-@pytest.mark.parametrize("ends", [1, 2])
-def test_a_slot_shared_by_embedding_and_head(ends: int) -> None:
-    """On a rank with both, they take turns once for each microbatch's way through: twice a turn with one slot, never with two."""
-    partition = Partition(split_layers(12, 1), (0,))
-    units = [stage_units(MODEL, partition, 0)]
-    places = [(1, 0), *[(0, block) for block in range(12)], (1, ends - 1)]
-    prefetch = PrefetchPlan(slots=places, sizes=[1] * 14, unit_buckets=[(b,) for b in range(14)], prefetch_bytes=None)
-    accesses = weight_accesses_of(schedule_named("1f1b", ranks=1, microbatches=5).ranks[0], *unit_weight_accesses(units, partition))
-    found = count_gathers(prefetch, accesses)
-    assert (found[0], found[13]) == ((5, 5) if ends == 1 else (1, 1))
-    assert {found[bucket] for bucket in range(1, 13)} == {1}
-
-
 # Look-ahead
 
 
@@ -174,25 +138,6 @@ def test_how_far_a_limit_lets_it_look(limit: int | None, expected: list[tuple[in
     assert walk(blocks(6, 3, limit=limit), plain(6, 1)[:6]) == expected
 
 
-def test_a_large_bucket_waits_until_nothing_is_ahead_and_holds_up_those_behind_it() -> None:
-    prefetch = PrefetchPlan(
-        slots=[(0, b) for b in range(4)], sizes=[10, 50, 10, 10], unit_buckets=[(0,), (1,), (2,), (3,)], prefetch_bytes=20
-    )
-    assert walk(prefetch, parse("F0 F1 F2 F3")) == [(0,), (1,), (2, 3), (), ()]
-
-
-def test_what_a_use_lacks_comes_first_and_is_not_counted() -> None:
-    """Unit 0 needs two buckets; the limit of 10 lets one of them go ahead. At its use the other follows, then one of unit 1."""
-    prefetch = PrefetchPlan(slots=[(0, b) for b in range(4)], sizes=[10] * 4, unit_buckets=[(0, 1), (2, 3)], prefetch_bytes=10)
-    assert walk(prefetch, parse("F0 F1")) == [(0,), (1, 2), (3,)]
-
-
-def test_kept_buckets_are_not_ahead() -> None:
-    """What is still there from the forward pass costs nothing, so all of the limit is for what is missing."""
-    prefetch = blocks(4, 3, limit=10)
-    assert walk(prefetch, plain(4, 1)) == [(0,), (1,), (2,), (3,), (), (), (0,), (), ()]
-
-
 # Lists, offers, refusals
 
 
@@ -215,52 +160,6 @@ def test_slots_stay_filled_between_lists() -> None:
     forget_all(prefetch)
     assert [prefetch.occupant((0, slot)) for slot in range(3)] == [None] * 3
     assert walk(prefetch, evaluation) == [(0, 1, 2), (), (), ()]
-
-
-def test_offers_go_as_far_as_begin_would() -> None:
-    """The first in each slot; nothing after the first that has to wait, even one that has a slot to itself."""
-    prefetch = PrefetchPlan(
-        slots=[(0, 0), (0, 1), (0, 0), (1, 0)], sizes=[10] * 4, unit_buckets=[(b,) for b in range(4)], prefetch_bytes=None
-    )
-    accesses = plain(4, 1)
-    assert [prefetch.try_gather(bucket) for bucket in range(4)] == [False] * 4, "no list is known yet"
-    walk(prefetch, accesses)
-    forget_all(prefetch)
-    assert [prefetch.try_gather(bucket) for bucket in range(4)] == [True, True, False, False]
-    assert [prefetch.holds(bucket) for bucket in range(4)] == [True, True, False, False]
-    assert prefetch.begin(accesses) == ()
-
-
-@pytest.mark.parametrize(("limit", "accepted"), [(0, 0), (5, 1), (10, 1), (20, 2), (29, 2), (30, 3), (None, 4)])
-def test_offers_keep_the_limit_in_any_order(limit: int | None, accepted: int) -> None:
-    """A bucket offered early does not use up what those before it need."""
-    for order in ((0, 1, 2, 3), (3, 2, 1, 0)):
-        prefetch = blocks(4, 4, limit=limit)
-        walk(prefetch, plain(4, 1))
-        forget_all(prefetch)
-        assert sorted(bucket for bucket in order if prefetch.try_gather(bucket)) == list(range(accepted))
-
-
-def test_early_offers() -> None:
-    """During backward, once everything that the rest needs is in place and the slot has been read for the last time."""
-    prefetch, accesses = blocks(4, 2), plain(4, 1)
-    walked = [prefetch.begin(accesses)]
-    offers = {}
-    for access in accesses:
-        walked.append(prefetch.advance(access))
-        if access.backward:
-            prefetch.invalidate(access.unit)
-            offers[access.unit] = prefetch.try_gather(access.unit)
-    assert walked == [(0, 1), (), (2,), (3,), (), (), (1,), (0,), ()]
-    assert offers == {3: False, 2: False, 1: True, 0: True}
-    assert prefetch.begin(accesses) == ()
-    everything = blocks(4, 4)
-    everything.begin(accesses)
-    for access in accesses:
-        everything.advance(access)
-        if access.backward:
-            everything.invalidate(access.unit)
-            assert everything.try_gather(access.unit), "it has its slot to itself: nothing is in its way"
 
 
 def early_offers(prefetch: PrefetchPlan, accesses: Sequence[WeightAccess], alone: Sequence[int], due: Callable[[], bool]) -> list[object]:
@@ -298,16 +197,6 @@ def test_with_a_slot_of_its_own_a_bucket_may_be_offered_any_time_after_its_last_
         assert all(other == found[0] for other in found), (rank, slots, limit)
         accepted += str(found[0]).count("True")
     assert accepted > 20
-
-
-def test_an_offer_leaves_alone_what_the_current_use_reads() -> None:
-    """Bucket 0 is offered while bucket 1 is read in its slot."""
-    prefetch = PrefetchPlan(slots=[(0, 0), (0, 0)], sizes=[1, 1], unit_buckets=[(0,), (1,)], prefetch_bytes=None)
-    walk(prefetch, parse("F0 F1"))
-    prefetch.invalidate(0)
-    assert not prefetch.try_gather(0)
-    prefetch.invalidate(1)
-    assert prefetch.try_gather(0) and prefetch.occupant((0, 0)) == 0
 
 
 def test_refusals() -> None:
@@ -361,35 +250,6 @@ def test_a_walk_takes_time_in_proportion_to_its_length(slots: int, limit: int | 
 # Accesses in no list
 
 
-def test_accesses_in_no_list_alternate_slots() -> None:
-    """Four blocks, two slots, forward and backward, each announcing the next: as many gathers as a planned walk from empty slots."""
-    prefetch = blocks(4, 2)
-    prefetch.begin(())
-    order = [0, 1, 2, 3, 3, 2, 1, 0]
-    found = [prefetch.access_unplanned(unit, following) for unit, following in zip(order, [*order[1:], None], strict=True)]
-    assert found == [(0, 1), (2,), (3,), (), (), (1,), (0,), ()]
-    assert sum(map(len, found)) == changes(prefetch.slots, order)
-
-
-def test_without_an_announcement_each_access_gathers_what_it_lacks() -> None:
-    prefetch = blocks(4, 2)
-    assert [prefetch.access_unplanned(unit) for unit in (0, 1, 2, 3, 3, 2, 1, 0)] == [(0,), (1,), (2,), (3,), (), (), (1,), (0,)]
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(None, (0, 1)), (10, (0, 1)), (9, (0, 1)), (0, (0,))])
-def test_an_announced_unit_keeps_the_limit(limit: int | None, expected: tuple[int, ...]) -> None:
-    assert blocks(2, 2, limit=limit).access_unplanned(0, 1) == expected
-
-
-def test_an_announced_unit_waits_for_the_slot_that_is_read() -> None:
-    """One slot; and of two buckets the second is not gathered before the first, which has to wait."""
-    assert blocks(2, 1).access_unplanned(0, 1) == (0,)
-    places = [(0, 0), (0, 0), (1, 0)]
-    prefetch = PrefetchPlan(slots=places, sizes=[1] * 3, unit_buckets=[(0,), (1, 2)], prefetch_bytes=None)
-    assert prefetch.access_unplanned(0, 1) == (0,)
-    assert prefetch.access_unplanned(1) == (1, 2)
-
-
 def test_a_walk_gathers_again_what_another_access_evicted() -> None:
     """Between forward and backward somebody evaluates: blocks 0 and 1 go where 2 and 3 were kept. Two gathers more, no other."""
     plain_walk = walk(blocks(4, 2), plain(4, 1))
@@ -401,20 +261,32 @@ def test_a_walk_gathers_again_what_another_access_evicted() -> None:
     assert rest == [(3, 2), (1,), (0,), ()] and plain_walk[5:] == [(), (1,), (0,), ()]
 
 
-def test_a_walk_goes_on_where_another_access_took_what_was_prefetched() -> None:
-    """While block 0 runs, 1 has been prefetched into its slot, which 3 takes. The walk gathers 1 again, and keeps its order."""
-    prefetch, accesses = blocks(4, 2), plain(4, 1)[:4]
-    assert [prefetch.begin(accesses), prefetch.advance(accesses[0])] == [(0, 1), ()]
-    assert prefetch.access_unplanned(3) == (3,)
-    assert prefetch.gathers_to_come
-    assert [prefetch.advance(access) for access in accesses[1:]] == [(1, 2), (3,), ()]
-    assert not prefetch.gathers_to_come
-
-
-def test_an_access_in_no_list_of_what_is_there_changes_nothing() -> None:
+def test_early_offers() -> None:
+    """During backward, once everything that the rest needs is in place and the slot has been read for the last time."""
     prefetch, accesses = blocks(4, 2), plain(4, 1)
-    found = [prefetch.begin(accesses)]
+    walked = [prefetch.begin(accesses)]
+    offers = {}
     for access in accesses:
-        found.append(prefetch.advance(access))
-        assert prefetch.access_unplanned(access.unit) == ()
-    assert found == walk(blocks(4, 2), accesses)
+        walked.append(prefetch.advance(access))
+        if access.backward:
+            prefetch.invalidate(access.unit)
+            offers[access.unit] = prefetch.try_gather(access.unit)
+    assert walked == [(0, 1), (), (2,), (3,), (), (), (1,), (0,), ()]
+    assert offers == {3: False, 2: False, 1: True, 0: True}
+    assert prefetch.begin(accesses) == ()
+    everything = blocks(4, 4)
+    everything.begin(accesses)
+    for access in accesses:
+        everything.advance(access)
+        if access.backward:
+            everything.invalidate(access.unit)
+            assert everything.try_gather(access.unit), "it has its slot to itself: nothing is in its way"
+
+
+def test_an_announced_unit_waits_for_the_slot_that_is_read() -> None:
+    """One slot; and of two buckets the second is not gathered before the first, which has to wait."""
+    assert blocks(2, 1).access_unplanned(0, 1) == (0,)
+    places = [(0, 0), (0, 0), (1, 0)]
+    prefetch = PrefetchPlan(slots=places, sizes=[1] * 3, unit_buckets=[(0,), (1, 2)], prefetch_bytes=None)
+    assert prefetch.access_unplanned(0, 1) == (0,)
+    assert prefetch.access_unplanned(1) == (1, 2)

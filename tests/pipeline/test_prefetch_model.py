@@ -52,8 +52,8 @@ class Scenario:
         lists = [training if draw.random() < 0.7 else evaluation for _ in range(4)]
         self.program = [call for accesses in lists for call in self._walk(accesses)]
 
-    def plan(self, kind: type[PrefetchPlan]) -> PrefetchPlan:
-        return kind(slots=self.slots, sizes=self.sizes, unit_buckets=self.units, prefetch_bytes=self.limit)
+    def plan(self) -> PrefetchPlan:
+        return PrefetchPlan(slots=self.slots, sizes=self.sizes, unit_buckets=self.units, prefetch_bytes=self.limit)
 
     def _unit(self) -> tuple[int, ...]:
         some = self.draw.sample(range(len(self.slots)), self.draw.randint(0, min(4, len(self.slots))))
@@ -297,136 +297,23 @@ class Rank:
         return self.at == len(self.case.program) and not any(rest)
 
 
-def run(seed: int, kinds: tuple[type[PrefetchPlan], ...] = (PrefetchPlan,), *, rules: bool = True, unplanned: bool = False) -> Scenario:
-    """One sequence of events to its end. ``kinds``: the plans of the ranks, the last one for all others; ``rules``: hold the first
-    rank to the rules for single gathers too, not only to what passes read; ``unplanned``: see ``Scenario``."""
+def run(seed: int, *, unplanned: bool) -> None:
+    """One sequence of events to its end. The first rank is held to the rules for single gathers, too, not only to what passes read."""
     case = Scenario(seed, unplanned=unplanned)
-    ranks = [Rank(case, case.plan(kinds[min(number, len(kinds) - 1)])) for number in range(case.ranks)]
-    events: list[Callable[[], bool]] = [partial(rank.host, rules and rank is ranks[0]) for rank in ranks]
+    ranks = [Rank(case, case.plan()) for _ in range(case.ranks)]
+    events: list[Callable[[], bool]] = [partial(rank.host, rank is ranks[0]) for rank in ranks]
     events += [rank.compute for rank in ranks]
     events += [partial(rank.communicate, pool, ranks) for rank in ranks for pool in rank.comms]
     while not all(rank.finished for rank in ranks):
         first = case.draw.randrange(len(events))
         assert any(event() for event in events[first:] + events[:first]), "deadlock"
     assert all(rank.comms == ranks[0].comms for rank in ranks), "the same gathers in the same order"
-    return case
 
 
-@pytest.mark.long
-@pytest.mark.few(1)
-@pytest.mark.parametrize("first", range(0, SEQUENCES, 500))
-def test_no_stale_read_and_no_deadlock(first: int) -> None:
-    """Of the broken plans below the rarest shows in one of fifty programs."""
-    for seed in range(first, first + 500):
-        run(seed)
-
-
-@pytest.mark.long
-def test_accesses_in_no_list_disturb_nothing() -> None:
-    for seed in range(SEQUENCES):
-        run(seed, unplanned=True)
-
-
-class ForgetsNothing(PrefetchPlan):
-    """Believes after an access in no list that everything is still where it was."""
-
-    def _forget_evicted(self) -> None:
-        pass
-
-
-def test_what_other_accesses_evict_has_to_be_gathered_again() -> None:
-    failed = 0
-    for seed in range(100):
-        try:
-            run(seed, (ForgetsNothing,), rules=False, unplanned=True)
-        except AssertionError as error:
-            failed += "reads" in str(error) or "deadlock" in str(error)
-    assert failed > 20
-
-
-class EvictsWhatIsUsedSooner(PrefetchPlan):
-    """Looks ahead into any slot that the current use does not read."""
-
-    def _is_free(self, slot: Slot) -> bool:
-        return self.occupant(slot) not in self._list.needs[self._start : self._end]
-
-
-class EvictsWhatIsRead(PrefetchPlan):
-    """Takes a slot from the current use already."""
-
-    def _is_free(self, slot: Slot) -> bool:
-        return self._reserved.get(slot, -1) < self._end
-
-
-class OffersWhatIsRead(PrefetchPlan):
-    def _still_read(self, bucket: int) -> bool:
-        return False
-
-
-class Unlimited(PrefetchPlan):
-    def _within_limit(self, bucket: int) -> bool:
-        return True
-
-
-class NeverAhead(PrefetchPlan):
-    def _within_limit(self, bucket: int) -> bool:
-        return False
-
-
-class RefusesOffers(PrefetchPlan):
-    def try_gather(self, bucket: int) -> bool:
-        return False
-
-
-class KeepsAllWeights(PrefetchPlan):
-    def invalidate(self, bucket: int) -> None:
-        pass
-
-    def try_gather(self, bucket: int) -> bool:
-        return not self.holds(bucket) and super().try_gather(bucket)
-
-
-class KeepsOneWeight(KeepsAllWeights):
-    def invalidate(self, bucket: int) -> None:
-        if bucket != 1:
-            PrefetchPlan.invalidate(self, bucket)
-
-
-class InAnotherOrder(PrefetchPlan):
-    def begin(self, accesses: Sequence[WeightAccess]) -> tuple[int, ...]:
-        return super().begin(accesses)[::-1]
-
-
-class GathersTooOften(PrefetchPlan):
-    """Forgets what forward left over whenever a list turns."""
-
-    def begin(self, accesses: Sequence[WeightAccess]) -> tuple[int, ...]:
-        self._check_walked()
-        for bucket in list(self._occupants.values()):
-            self.invalidate(bucket)
-        return super().begin(accesses)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "rules", "caught"),
-    [
-        ((EvictsWhatIsUsedSooner,), True, "evicts what is used sooner"),
-        ((EvictsWhatIsUsedSooner,), False, "where its slot has"),
-        ((EvictsWhatIsRead,), True, "into a slot that the current use reads"),
-        ((EvictsWhatIsRead,), False, "where its slot has"),
-        ((OffersWhatIsRead,), True, "into a slot that the current use reads|evicts what is used sooner"),
-        ((OffersWhatIsRead,), False, "where its slot has"),
-        ((Unlimited,), True, "too many bytes ahead"),
-        ((NeverAhead,), True, "could have been gathered"),
-        ((RefusesOffers,), True, "refused for no reason"),
-        ((KeepsAllWeights,), False, "where its slot has"),
-        ((KeepsOneWeight,), False, "where its slot has"),
-        ((GathersTooOften,), True, "gathered twice|more gathers than changes"),
-        ((PrefetchPlan, InAnotherOrder), False, "ranks gather in different orders"),
-        ((PrefetchPlan, NeverAhead), False, "ranks gather in different orders|deadlock"),
-    ],
-)
-def test_the_model_catches_a_broken_plan(kinds: tuple[type[PrefetchPlan], ...], rules: bool, caught: str) -> None:
-    with pytest.raises(AssertionError, match=caught):
-        for seed in range(SEQUENCES):
-            run(seed, kinds, rules=rules)
+@pytest.mark.few(2)
+@pytest.mark.parametrize("unplanned", [False, True])
+@pytest.mark.parametrize("first", range(0, SEQUENCES, 250))
+def test_no_stale_read_and_no_deadlock(first: int, unplanned: bool) -> None:
+    """Of twelve plans that are broken on purpose the rarest showed in one of fifty programs."""
+    for seed in range(first, first + 250):
+        run(seed, unplanned=unplanned)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import get_args
 
 import pytest
-from megatron_llama.config.schema import PipelineSchedule
 from megatron_llama.schedule import (
-    SCHEDULES,
     Action,
     Op,
     Schedule,
@@ -66,12 +63,6 @@ def test_evaluation_needs_no_multiple(placement: tuple[int, ...], microbatches: 
     validate(forward_only(placement, microbatches))
 
 
-def test_placements() -> None:
-    assert placement_of("1f1b", 3, 1) == (0, 1, 2)
-    assert placement_of("interleaved", 3, 2) == (0, 1, 2, 0, 1, 2)
-    assert placement_of("zb-v", 3, 1) == placement_of("zb-v", 3, 2) == (0, 1, 2, 2, 1, 0)
-
-
 @pytest.mark.parametrize(("name", "virtual"), NAMES)
 def test_gradients_add_up_in_order_of_microbatches(name: str, virtual: int) -> None:
     """On every stage of every schedule, so that the sums are the same whatever the schedule."""
@@ -111,16 +102,10 @@ def test_receives_are_posted_before_the_pass_that_hides_them() -> None:
         ({"microbatches": 0}, ["number of microbatches", "global_batch_size / (micro_batch_size x dp)", "got 0, expected 1 or more"]),
         ({"virtual": 2}, ["--virtual-pipeline-model-parallel-size: got 2, expected 1 chunk per rank with --pipeline-schedule 1f1b"]),
         ({"name": "interleaved"}, ["--virtual-pipeline-model-parallel-size: got 1, expected 2 or more", "give 2"]),
-        (
-            {"name": "interleaved", "virtual": 2, "microbatches": 6},
-            ["got 6, expected a multiple of --pipeline-model-parallel-size 4", "4 or 8"],
-        ),
+        ({"name": "interleaved", "virtual": 2, "microbatches": 6}, ["got 6, expected a multiple of --pipeline-model-parallel-size 4", "4 or 8"]),
         ({"name": "interleaved", "virtual": 2, "microbatches": 3}, ["got 3, expected a multiple", "choose 4 ("]),
         ({"name": "zb-v", "virtual": 3}, ["--virtual-pipeline-model-parallel-size: got 3, expected 2 chunks per rank"]),
-        (
-            {"name": "zb-h1", "virtual": 2, "microbatches": 0},
-            ["--virtual-pipeline-model-parallel-size: got 2", "got 0, expected 1 or more"],
-        ),
+        ({"name": "zb-h1", "virtual": 2, "microbatches": 0}, ["--virtual-pipeline-model-parallel-size: got 2", "got 0, expected 1 or more"]),
         ({"name": "interleaved", "ranks": 0, "virtual": 2}, ["--pipeline-model-parallel-size: got 0"]),
     ],
 )
@@ -166,121 +151,97 @@ def refused(schedule: Schedule, *names: str) -> None:
     assert all(name in str(error.value) for name in names), str(error.value)
 
 
-def test_swapped_sends_are_refused() -> None:
-    """Stage 0 of GPipe sends microbatch 1 first; stage 1 expects 0."""
-    late, early = Action(Op.SEND_FORWARD, 0, 0), Action(Op.FORWARD, 0, 2)
-    schedule = edited(gpipe(2, 3), 0, before(late, early))
-    refused(schedule, "send_forward(stage 0, microbatch 1)", "recv_forward(stage 1, microbatch 0)", "one order")
+def behind(moved: Action, place: Action) -> Callable[[list[Action]], None]:
+    """An edit that puts one action right behind another."""
+
+    def edit(actions: list[Action]) -> None:
+        actions.remove(moved)
+        actions.insert(actions.index(place) + 1, moved)
+
+    return edit
 
 
-def test_swapped_receives_are_refused() -> None:
-    one, other = Action(Op.RECV_FORWARD, 1, 0), Action(Op.RECV_FORWARD, 1, 1)
-    refused(
-        edited(eager(2, 2), 1, before(other, one)),
-        "send_forward(stage 0, microbatch 0)",
-        "recv_forward(stage 1, microbatch 1)",
-        "one order",
-    )
+def instead(gone: Action, other: Action) -> Callable[[list[Action]], None]:
+    """An edit that puts one action in the place of another."""
+    return lambda actions: actions.__setitem__(actions.index(gone), other)
 
 
-def test_messages_of_two_stages_on_one_link_must_keep_their_order() -> None:
-    """Two ranks, two chunks: 0 -> 1 carries stage 0 and stage 2. The receiver posts a later one of the other stage first."""
-    base = schedule_named("interleaved", ranks=2, microbatches=2, virtual=2)
-    early, late = Action(Op.RECV_FORWARD, 1, 1), Action(Op.RECV_FORWARD, 3, 0)
-    assert base.ranks[1].index(early) < base.ranks[1].index(late)
-    refused(
-        edited(base, 1, before(late, early)), "send_forward(stage 0, microbatch 1)", "recv_forward(stage 3, microbatch 0)", "on one link"
-    )
+ZB_H1 = schedule_named("zb-h1", ranks=2, microbatches=4)
+ZB_V = schedule_named("zb-v", ranks=2, microbatches=2)
+TWO_CHUNKS = schedule_named("interleaved", ranks=2, microbatches=2, virtual=2)
+EDITED = {
+    "sends in another order": (
+        gpipe(2, 3), 0, before(Action(Op.SEND_FORWARD, 0, 0), Action(Op.FORWARD, 0, 2)),
+        ("send_forward(stage 0, microbatch 1)", "recv_forward(stage 1, microbatch 0)", "one order"),
+    ),
+    "receives in another order": (
+        eager(2, 2), 1, before(Action(Op.RECV_FORWARD, 1, 1), Action(Op.RECV_FORWARD, 1, 0)),
+        ("send_forward(stage 0, microbatch 0)", "recv_forward(stage 1, microbatch 1)", "one order"),
+    ),
+    "stages that share a link": (
+        TWO_CHUNKS, 1, before(Action(Op.RECV_FORWARD, 3, 0), Action(Op.RECV_FORWARD, 1, 1)),
+        ("send_forward(stage 0, microbatch 1)", "recv_forward(stage 3, microbatch 0)", "on one link"),
+    ),
+    "one action more": (gpipe(2, 2), 0, lambda actions: actions.append(Action(Op.BACKWARD, 0, 1)), ("rank 0", "unexpected backward(stage 0")),
+    "another rank's": (gpipe(2, 2), 0, lambda actions: actions.append(Action(Op.FORWARD, 1, 0)), ("rank 0", "unexpected forward(stage 1")),
+    "one instead of another": (
+        gpipe(2, 2), 0, instead(Action(Op.BACKWARD, 0, 1), Action(Op.BACKWARD, 0, 0)),
+        ("rank 0", "missing backward(stage 0, microbatch 1)", "unexpected backward(stage 0, microbatch 0)"),
+    ),
+    "weight before input gradient": (
+        ZB_H1, 1, before(Action(Op.BACKWARD_WEIGHT, 1, 2), Action(Op.BACKWARD_INPUT, 1, 2)),
+        ("rank 1", "backward_weight(stage 1, microbatch 2) comes before backward_input(stage 1, microbatch 2), which it needs"),
+    ),
+    "weight gradients in another order": (
+        ZB_H1, 0, behind(Action(Op.BACKWARD_WEIGHT, 0, 0), Action(Op.BACKWARD_WEIGHT, 0, 1)),
+        ("backward_weight(stage 0, microbatch 1) comes before backward_weight(stage 0, microbatch 0)", "gradients add up"),
+    ),
+    "forward at the bottom of a V": (
+        ZB_V, 1, before(Action(Op.FORWARD, 2, 1), Action(Op.FORWARD, 1, 1)), ("forward(stage 2, microbatch 1) comes before forward(stage 1",),
+    ),
+    "backward at the bottom of a V": (
+        ZB_V, 1, before(Action(Op.BACKWARD_INPUT, 1, 0), Action(Op.BACKWARD_INPUT, 2, 0)),
+        ("backward_input(stage 1, microbatch 0) comes before backward_input(stage 2",),
+    ),
+}
+for needed, early, moved in (
+    (Op.FORWARD, Op.BACKWARD, Op.BACKWARD),
+    (Op.RECV_FORWARD, Op.FORWARD, Op.RECV_FORWARD),
+    (Op.FORWARD, Op.SEND_FORWARD, Op.SEND_FORWARD),
+    (Op.RECV_BACKWARD, Op.BACKWARD, Op.RECV_BACKWARD),
+    (Op.BACKWARD, Op.SEND_BACKWARD, Op.SEND_BACKWARD),
+):
+    first, second = Action(needed, 1, 0), Action(early, 1, 0)
+    edit = before(second, first) if moved is early else behind(first, second)
+    EDITED[f"{early.value} before {needed.value}"] = (gpipe(3, 1), 1, edit, ("rank 1", f"{second} comes before {first}"))
 
 
-def test_both_directions_between_two_ranks_are_links_of_their_own() -> None:
-    """In a V both ranks send forward to each other: moving a receive across the other direction's messages is fine."""
-    base = schedule_named("zb-v", ranks=2, microbatches=2)
-    validate(edited(base, 0, before(Action(Op.RECV_FORWARD, 3, 0), base.ranks[0][0])))
+@pytest.mark.parametrize("what", EDITED)
+def test_an_edited_schedule_is_refused(what: str) -> None:
+    base, rank, edit, names = EDITED[what]
+    refused(edited(base, rank, edit), *names)
 
 
 @pytest.mark.parametrize(("name", "ops"), [("gpipe", set(Op) - {Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT}), ("zb-v", set(Op) - {Op.BACKWARD})])
 def test_a_missing_action_is_named(name: str, ops: set[Op]) -> None:
     base = schedule_named(name, ranks=3, microbatches=4)
-    for op in ops:
-        action = Action(op, 1, 2)
-        refused(edited(base, 1, lambda actions, gone=action: actions.remove(gone)), "rank 1", "missing", str(action))
+    for gone in (Action(op, 1, 2) for op in ops):
+        refused(edited(base, 1, lambda actions, gone=gone: actions.remove(gone)), "rank 1", f"missing {gone}")
 
 
-def test_a_repeated_or_foreign_action_is_named() -> None:
-    repeated, foreign = Action(Op.BACKWARD, 0, 1), Action(Op.FORWARD, 1, 0)
-    for action in (repeated, foreign):
-        refused(edited(gpipe(2, 2), 0, lambda actions, extra=action: actions.append(extra)), "rank 0", "unexpected", str(action))
-
-
-def test_an_action_in_the_place_of_another_is_named() -> None:
-    """As many actions as there should be, and none that is foreign."""
-    gone, repeated = Action(Op.BACKWARD, 0, 1), Action(Op.BACKWARD, 0, 0)
-
-    def edit(actions: list[Action]) -> None:
-        actions[actions.index(gone)] = repeated
-
-    refused(edited(gpipe(2, 2), 0, edit), "rank 0", f"missing {gone}", f"unexpected {repeated}")
-
-
-@pytest.mark.parametrize(
-    ("needed", "early", "moved"),
-    [
-        (Op.FORWARD, Op.BACKWARD, Op.BACKWARD),
-        (Op.RECV_FORWARD, Op.FORWARD, Op.RECV_FORWARD),
-        (Op.FORWARD, Op.SEND_FORWARD, Op.SEND_FORWARD),
-        (Op.RECV_BACKWARD, Op.BACKWARD, Op.RECV_BACKWARD),
-        (Op.BACKWARD, Op.SEND_BACKWARD, Op.SEND_BACKWARD),
-    ],
-)
-def test_wrong_order_within_a_microbatch_is_refused(needed: Op, early: Op, moved: Op) -> None:
-    """One of the two is moved to the wrong side of the other."""
-    first, second, mover = (Action(op, 1, 0) for op in (needed, early, moved))
-
-    def edit(actions: list[Action]) -> None:
-        actions.remove(mover)
-        actions.insert(actions.index(first) if mover == second else actions.index(second) + 1, mover)
-
-    refused(edited(gpipe(3, 1), 1, edit), "rank 1", f"{second} comes before {first}")
-
-
-def test_a_weight_gradient_before_its_input_gradient_is_refused() -> None:
-    weight, gradient = Action(Op.BACKWARD_WEIGHT, 1, 2), Action(Op.BACKWARD_INPUT, 1, 2)
-    base = schedule_named("zb-h1", ranks=2, microbatches=4)
-    refused(edited(base, 1, before(weight, gradient)), "rank 1", f"{weight} comes before {gradient}, which it needs")
-
-
-def test_weight_gradients_out_of_order_are_refused() -> None:
-    one, other = Action(Op.BACKWARD_WEIGHT, 0, 0), Action(Op.BACKWARD_WEIGHT, 0, 1)
-
-    def swap(actions: list[Action]) -> None:
-        actions.remove(one)
-        actions.insert(actions.index(other) + 1, one)
-
-    refused(edited(schedule_named("zb-h1", ranks=2, microbatches=4), 0, swap), f"{other} comes before {one}", "gradients add up")
-
-
-def test_the_two_stages_at_the_bottom_of_a_v_keep_their_order() -> None:
-    base = schedule_named("zb-v", ranks=2, microbatches=2)
-    for early, late in (
-        (Action(Op.FORWARD, 2, 1), Action(Op.FORWARD, 1, 1)),
-        (Action(Op.BACKWARD_INPUT, 1, 0), Action(Op.BACKWARD_INPUT, 2, 0)),
-    ):
-        refused(edited(base, 1, before(early, late)), f"{early} comes before {late}")
+def test_both_directions_between_two_ranks_are_links_of_their_own() -> None:
+    """In a V both ranks send forward to each other: moving a receive across the other direction's messages is fine."""
+    validate(edited(ZB_V, 0, before(Action(Op.RECV_FORWARD, 3, 0), ZB_V.ranks[0][0])))
 
 
 def test_a_cyclic_wait_is_refused_with_both_waiters() -> None:
     """Stage 0 wants the gradient of microbatch 0 before it sends microbatch 1; stage 1 wants microbatch 1 first."""
 
     def edit(actions: list[Action]) -> None:
-        late = [Action(Op.FORWARD, 0, 1), Action(Op.SEND_FORWARD, 0, 1)]
-        for action in late:
-            actions.remove(action)
-        at = actions.index(Action(Op.BACKWARD, 0, 0)) + 1
-        actions[at:at] = late
+        behind(Action(Op.SEND_FORWARD, 0, 1), Action(Op.BACKWARD, 0, 0))(actions)
+        behind(Action(Op.FORWARD, 0, 1), Action(Op.BACKWARD, 0, 0))(actions)
 
-    first = edited(eager(2, 2), 0, edit)
-    mixed = replace(first, ranks=(first.ranks[0], gpipe(2, 2).ranks[1]))
+    mixed = replace(eager(2, 2), ranks=(edited(eager(2, 2), 0, edit).ranks[0], gpipe(2, 2).ranks[1]))
     refused(
         mixed,
         "deadlock",
@@ -289,38 +250,25 @@ def test_a_cyclic_wait_is_refused_with_both_waiters() -> None:
     )
 
 
-def test_a_backward_pass_before_the_forward_send_is_refused() -> None:
-    def edit(actions: list[Action]) -> None:
-        early = [Action(Op.RECV_BACKWARD, 0, 0), Action(Op.BACKWARD, 0, 0)]
-        actions[:] = [action for action in actions if action not in early]
-        at = actions.index(Action(Op.SEND_FORWARD, 0, 0))
-        actions[at:at] = early
-
-    refused(edited(gpipe(2, 2), 0, edit), "deadlock", "backward(stage 0, microbatch 0)", "forward(stage 1, microbatch 0)")
-
-
 def test_a_deadlock_of_full_links_is_refused() -> None:
     """Without the rule that one message waits on a link, this would pass: GPipe's sends against 1F1B, receives posted late."""
 
     def late(op: Op) -> Callable[[list[Action]], None]:
         def edit(actions: list[Action]) -> None:
             for receive in [action for action in actions if action.op.value == f"recv_{op.value}"]:
-                actions.remove(receive)
-                actions.insert(actions.index(Action(op, receive.stage, receive.microbatch)), receive)
+                before(receive, Action(op, receive.stage, receive.microbatch))(actions)
 
         return edit
 
-    first = edited(gpipe(2, 4), 0, late(Op.BACKWARD)).ranks[0]
-    second = edited(eager(2, 4), 1, late(Op.FORWARD)).ranks[1]
-    mixed = replace(gpipe(2, 4), ranks=(first, second))
+    ranks = (edited(gpipe(2, 4), 0, late(Op.BACKWARD)).ranks[0], edited(eager(2, 4), 1, late(Op.FORWARD)).ranks[1])
     refused(
-        mixed,
+        replace(gpipe(2, 4), ranks=ranks),
         "rank 0 at send_forward(stage 0, microbatch 3) waits for recv_forward(stage 1, microbatch 2)",
         "rank 1 at send_backward(stage 1, microbatch 1) waits for recv_backward(stage 0, microbatch 0)",
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-v"])
 def test_one_microbatch_hangs_on_nccl_unless_links_are_connected_first(name: str, ranks: int) -> None:
     """Rank 0 posts the receive of the gradient before it sends the activation; rank 1 first waits for the activation."""
@@ -335,7 +283,7 @@ def test_one_microbatch_hangs_on_nccl_unless_links_are_connected_first(name: str
 
 
 @pytest.mark.parametrize(("name", "virtual"), [("interleaved", 2), ("interleaved", 3), ("zb-v", 2)])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 8])
 def test_an_evaluation_with_virtual_stages_hangs_on_nccl_unless_links_are_connected_first(name: str, virtual: int, ranks: int) -> None:
     schedule = forward_only(placement_of(name, ranks, virtual), 1)
     with pytest.raises(ScheduleError, match="deadlock in the first uses of communicators"):
@@ -375,7 +323,3 @@ def test_wrong_shapes_are_refused() -> None:
     refused(replace(schedule, ranks=schedule.ranks[:2]), "2 action lists for stages on ranks (0, 1, 2)")
     refused(replace(schedule, passes=(Op.FORWARD, Op.BACKWARD_INPUT)), "the passes are forward, backward_input, expected")
     refused(replace(schedule, microbatches=0), "0 microbatches, expected 1 or more")
-
-
-def test_every_name_of_the_option_has_an_entry() -> None:
-    assert set(SCHEDULES) == set(get_args(PipelineSchedule))

@@ -65,14 +65,10 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client.delete_run(run.info.run_id)
     [tracker], [line] = open_trackers(config, 4, tracked_runs(tmp_path))
     tracker.close()
-    assert (
-        tracker.run != run.info.run_id and line == f"warning: MLflow llamas has no run {run.info.run_id} any more: a new one begins there"
-    )
+    assert (tracker.run != run.info.run_id and line == f"warning: MLflow llamas has no run {run.info.run_id} any more: a new one begins there")
 
 
-def test_a_store_that_goes_away_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_that_goes_away_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     store = tmp_path / "store"
     config = Config(log=LogConfig(mlflow_experiment="llamas", mlflow_tracking_uri=store.as_uri()))

@@ -15,18 +15,12 @@ def sgd() -> torch.optim.SGD:
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 7, 39])
-@pytest.mark.parametrize("style", ["cosine", "linear"])
-def test_as_transformers(style: Any, warmup: int) -> None:
-    import transformers
+def megatron(optimizer: torch.optim.SGD, style: str, *, warmup: float, decay: int, wsd: int | None, end: str | None) -> Any:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    optimizer = sgd()
-    schedule = getattr(transformers, f"get_{style}_schedule_with_warmup")(optimizer, num_warmup_steps=warmup, num_training_steps=40)
-    config = OptimizerConfig(lr=PEAK, lr_decay_style=style, lr_warmup_iters=warmup)
-    for iteration in range(41):
-        assert math.isclose(learning_rate(config, 40, iteration), schedule.get_last_lr()[0], rel_tol=1e-12, abs_tol=1e-12 * PEAK)
-        optimizer.step()
-        schedule.step()
+    weight_decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 0, "wd_incr_style": "constant"}
+    rates = {"init_lr": 0.0, "max_lr": PEAK, "min_lr": PEAK / 10, "lr_warmup_steps": warmup, "lr_decay_steps": decay, "lr_decay_style": style}
+    return OptimizerParamScheduler(optimizer, **rates, **weight_decay, wsd_decay_steps=wsd, lr_wsd_decay_style=end)
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 7])
@@ -34,25 +28,9 @@ def test_as_transformers(style: Any, warmup: int) -> None:
     "style", ["constant", "linear", "cosine", *(f"WSD {end}" for end in ("exponential", "linear", "cosine", "minus_sqrt"))]
 )
 def test_as_megatron(style: Any, warmup: int) -> None:
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
     style, _, end = style.partition(" ")
     optimizer = sgd()
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=PEAK,
-        min_lr=PEAK / 10,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=20,
-        lr_decay_style=style,
-        start_wd=0.0,
-        end_wd=0.0,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-        wsd_decay_steps=5 if end else None,
-        lr_wsd_decay_style=end or None,
-    )
+    scheduler = megatron(optimizer, style, warmup=warmup, decay=20, wsd=5 if end else None, end=end or None)
     wsd: dict[str, Any] = {"lr_wsd_decay_style": end, "lr_wsd_decay_iters": 5} if end else {}
     config = OptimizerConfig(lr=PEAK, min_lr=PEAK / 10, lr_decay_style=style, lr_decay_iters=20, lr_warmup_iters=warmup, **wsd)
     for iteration in range(30):
@@ -69,25 +47,9 @@ RAMP = BatchSizes(12, (4, 4, 40))
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "WSD"])
 def test_in_samples_as_megatron(style: Any, sizes: BatchSizes, share: float) -> None:
     """Megatron's scheduler is stepped by the samples of each batch; a share of the decay as warm-up need not be a whole number."""
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
     decay, optimizer = 173, sgd()
     warmup = share * decay or 30
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=PEAK,
-        min_lr=PEAK / 10,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=decay,
-        lr_decay_style=style,
-        start_wd=0.0,
-        end_wd=0.0,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-        wsd_decay_steps=50,
-        lr_wsd_decay_style="cosine",
-    )
+    scheduler = megatron(optimizer, style, warmup=warmup, decay=decay, wsd=50, end="cosine")
     given = OptimizerConfig(lr=PEAK, min_lr=PEAK / 10, lr_decay_style=style, lr_wsd_decay_style="cosine", lr_wsd_decay_samples=50)
     given = replace(given, lr_warmup_samples=0 if share else 30, lr_warmup_fraction=share)
     config = with_decay(given, TrainingConfig(train_samples=decay))
@@ -104,11 +66,6 @@ def test_in_samples_as_megatron(style: Any, sizes: BatchSizes, share: float) -> 
 def test_a_share_of_the_iterations() -> None:
     by_share, by_length = (OptimizerConfig(lr=1.0, lr_warmup_fraction=0.25), OptimizerConfig(lr=1.0, lr_warmup_iters=10))
     assert [learning_rate(by_share, 40, step) for step in range(40)] == [learning_rate(by_length, 40, step) for step in range(40)]
-
-
-def test_the_first_step_of_a_warm_up_changes_nothing() -> None:
-    assert learning_rate(OptimizerConfig(lr=1.0, lr_warmup_iters=4), 10, 0) == 0.0
-    assert learning_rate(OptimizerConfig(lr=1.0), 10, 0) == 1.0
 
 
 def test_decay_ends_at_the_last_iteration_by_default() -> None:

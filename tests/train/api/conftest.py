@@ -41,18 +41,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(data: Path) -> dict[str, object]:
     """A small run."""
     return {
-        "data_path": data,
-        "split": "90,10,0",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "seq_length": 32,
-        "micro_batch_size": 1,
-        "global_batch_size": 4,
-        "train_iters": 6,
-        "lr": 1e-3,
-        "log_interval": 2,
+        "data_path": data, "split": "90,10,0", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "seq_length": 32, "micro_batch_size": 1, "global_batch_size": 4, "train_iters": 6, "lr": 1e-3, "log_interval": 2,
     }
 
 

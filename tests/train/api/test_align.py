@@ -37,12 +37,8 @@ def pairs(tmp_path: Path) -> Path:
 def tuning(options: dict[str, object], data: Path, pairs: Path) -> dict[str, object]:
     rest = {name: value for name, value in options.items() if name not in ("data_path", "split")}
     return {
-        **rest,
-        "seq_length": 64,
-        "train_data": [str(pairs)],
-        "data_cache_path": str(pairs.parent / "cache"),
-        "tokenizer_model": str(data.parent / "docs-tokenizer"),
-        "lr": 1e-2,
+        **rest, "seq_length": 64, "train_data": [str(pairs)], "data_cache_path": str(pairs.parent / "cache"),
+        "tokenizer_model": str(data.parent / "docs-tokenizer"), "lr": 1e-2,
     }
 
 

@@ -167,14 +167,21 @@ class Moments(ml.Callback):
 
     def __init__(self) -> None:
         self.moments: list[str] = []
+        self.steps: dict[int, tuple[float, ...]] = {}
+        self.evaluated: dict[int, float] = {}
 
     def on_start(self, run: ml.Run) -> None:
+        assert (run.iteration, run.rank, run.world_size, run.config.training.train_iters) == (0, 0, 1, 3)
         self.moments.append("start")
 
     def before_step(self, run: ml.Run) -> None:
         self.moments.append(f"before {run.iteration}")
 
     def on_step(self, run: ml.Run, step: ml.Step) -> None:
+        assert (run.iteration, run.consumed_samples) == (step.iteration, step.consumed_samples)
+        assert step.loss.shape == step.grad_norm.shape == step.skipped.shape == ()
+        self.steps[step.iteration] = tuple(map(float, (step.loss, step.skipped, step.lr)))
+        self.norm = float(step.grad_norm)
         self.moments.append(f"step {step.iteration} scale {float(step.loss_scale):g}")
 
     def due(self, run: ml.Run) -> bool:
@@ -189,6 +196,7 @@ class Moments(ml.Callback):
     def on_evaluation(self, run: ml.Run, loss: float) -> None:
         assert run.validation_loss == loss
         self.moments.append(f"evaluation {run.iteration}")
+        self.evaluated[run.iteration] = loss
 
     def on_save(self, run: ml.Run, path: Path) -> None:
         self.moments.append(f"save {path.name}")
@@ -203,7 +211,9 @@ class Moments(ml.Callback):
 @pytest.mark.long
 def test_the_moments_of_a_run_come_in_their_order(options: Options, tmp_path: Path) -> None:
     told = Moments()
-    ml.train(options, [told], save=tmp_path, save_interval=2, train_iters=3, eval_interval=2, eval_iters=1)
+    result = ml.train(options, [told], save=tmp_path, save_interval=2, train_iters=3, eval_interval=2, eval_iters=1, log_interval=1)
+    assert told.steps == {at: (loss, 0.0, pytest.approx(1e-3 * (4 - at) / 3)) for at, loss in result.losses.items()} and len(told.steps) == 3
+    assert told.norm == result.grad_norm and told.evaluated == result.validation_losses
     assert told.moments == [
         *("start", "evaluation 0", "before 0", "step 1 scale 1", "after 1 False"),
         *("before 1", "step 2 scale 1", "evaluation 2", "due False False True", "after 2 True", "save iter_0000002"),

@@ -53,16 +53,8 @@ CHOICES: Mapping[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "nothing": ({}, ()),
     "what is written": (
         {
-            "save": "run",
-            "save_interval": 2,
-            "export_hf": "exported",
-            "tensorboard_dir": "board",
-            "open_metrics": "{port}",
-            "eval_interval": 2,
-            "eval_iters": 1,
-            "profile_step_start": 1,
-            "profile_step_end": 2,
-            "record_timeline": "timeline.json",
+            "save": "run", "save_interval": 2, "export_hf": "exported", "tensorboard_dir": "board", "open_metrics": "{port}",
+            "eval_interval": 2, "eval_iters": 1, "profile_step_start": 1, "profile_step_end": 2, "record_timeline": "timeline.json",
         },
         ("checkpoint.model_folders.hf.writer", "metrics.open_metrics", "train.run.timeline_recorder"),
     ),

@@ -120,12 +120,7 @@ def test_a_begin_token_that_comes_twice_is_said(hf: Path, folder: Path, tmp_path
     begin = {"SpecialToken": {"id": "<s>", "type_id": 0}}
     text = {"Sequence": {"id": "A", "type_id": 0}}
     tokens = {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}}
-    content["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [begin, text],
-        "pair": [begin, text, text],
-        "special_tokens": tokens,
-    }
+    content["post_processor"] = {"type": "TemplateProcessing", "single": [begin, text], "pair": [begin, text, text], "special_tokens": tokens}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     options = ("--load", hf, "--max-new-tokens", 1, "--prompt", "a", "<s>b", "c<s>")
     said = run(capsys, *options, "--tokenizer-model", tmp_path)[1]

@@ -43,8 +43,3 @@ def test_what_is_trained_of_a_model() -> None:
     assert f", {2 * 500 * 64:,} trained in 2 tensors; " in described(frozen)["model"]
     adapted = replace(SMALL, lora=LoraConfig(lora_rank=2, lora_target_modules=("q_proj",)))
     assert f", {4 * 2 * 2 * 64:,} trained in 8 tensors (low-rank additions, rank 2); " in described(adapted)["model"]
-
-
-def test_a_batch_that_grows() -> None:
-    ramp = replace(SMALL.training, rampup_batch_size=(8, 8, 100))
-    assert described(replace(SMALL, training=ramp))["ramp-up"] == "8 samples, 8 more at a time, to 24 over 100 samples"

@@ -25,9 +25,7 @@ from tests.ready import ready_for
 
 def config_of(word: str, cache: Path) -> Config:
     data = DataConfig(data_path=(word,), data_cache_path=str(cache), split="80,20,0")
-    return Config(
-        model=ModelConfig(vocab_size=VOCAB_SIZE), data=data, training=TrainingConfig(seq_length=64, train_iters=2, eval_interval=1)
-    )
+    return Config(model=ModelConfig(vocab_size=VOCAB_SIZE), data=data, training=TrainingConfig(seq_length=64, train_iters=2, eval_interval=1))
 
 
 def open_while_a_file_changes(place: Place, words: list[str], cache: Path, changed: tuple[int, Path, Path] | None) -> str:

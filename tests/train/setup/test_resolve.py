@@ -8,7 +8,6 @@ from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import flag, options_of, parse
 from megatron_llama.config.schema import Config
 from megatron_llama.config.sections import config_sections
-from megatron_llama.config.world import dp_size
 from megatron_llama.errors import CheckpointError, ConfigError
 from megatron_llama.model.hf import hf_config_from_model
 from megatron_llama.model.presets import PRESETS
@@ -62,11 +61,6 @@ def test_derived_values() -> None:
     assert check(resolved, 16).notes == ()
 
 
-def test_given_values_are_kept() -> None:
-    given = config_of(num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, global_batch_size=8, lr_decay_iters=7)
-    assert check(given, 4).config == given
-
-
 def test_notes() -> None:
     resolved = check(config_of(sequence_parallel=True, eval_interval=5, split="100,0,0", global_batch_size=1), 1)
     assert not resolved.config.parallel.sequence_parallel
@@ -107,15 +101,6 @@ def test_every_preset_runs(name: str) -> None:
     assert resolved.warnings == ()
 
 
-def test_dp_size() -> None:
-    config = config_of(tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
-    assert dp_size(config, 24) == 3
-    with pytest.raises(ConfigError, match=r"processes: got 12, expected a multiple of tp 2 x cp 1 x pp 4 = 8; start 8 or 16 processes"):
-        dp_size(config, 12)
-    with pytest.raises(ConfigError, match="expected positive sizes"):
-        dp_size(config_of(tensor_model_parallel_size=0), 1)
-
-
 @pytest.mark.parametrize(
     ("given", "world_size"),
     [
@@ -147,21 +132,10 @@ def test_many_microbatches_are_checked_without_their_schedule() -> None:
     given = {"num_hidden_layers": 8, "pipeline_model_parallel_size": 4, "global_batch_size": 1 << 14}
     assert problems(config_of(**given), 4) == []
     odd = problems(
-        config_of(
-            **given | {"global_batch_size": (1 << 13) + 1, "pipeline_schedule": "interleaved", "virtual_pipeline_model_parallel_size": 2}
-        ),
+        config_of(**given | {"global_batch_size": (1 << 13) + 1, "pipeline_schedule": "interleaved", "virtual_pipeline_model_parallel_size": 2}),
         4,
     )
     assert len(odd) == 1 and "a multiple of --pipeline-model-parallel-size 4" in odd[0]
-
-
-@pytest.mark.parametrize(("layers", "stages"), [(2, 4), (3, 4)])
-def test_a_stage_without_blocks_is_refused(layers: int, stages: int) -> None:
-    """Although the layers, with what is counted for the ends, are a multiple of the stages."""
-    counted = dict(list(ENDS.items())[: stages - layers])
-    [problem] = problems(config_of(pipeline_model_parallel_size=stages, num_hidden_layers=layers, **counted), stages)
-    assert f"got {stages} stages, expected a divisor of num_hidden_layers {layers} + {stages - layers}" in problem
-    assert "that leaves every stage a block" in problem
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -172,123 +146,40 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     ("given", "world_size", "message"),
     [
         ({"tensor_model_parallel_size": 3, "intermediate_size": 99, "num_key_value_heads": 0, "num_attention_heads": 8}, 3, None),
-        (
-            {"tensor_model_parallel_size": 4, "num_attention_heads": 12, "hidden_size": 96, "head_dim": 8, "num_key_value_heads": 6},
-            4,
-            "--tensor-model-parallel-size: got 4, expected a divisor or a multiple of num_key_value_heads 6; choose 3 or 6",
-        ),
-        (
-            {"tensor_model_parallel_size": 6, "num_attention_heads": 12, "hidden_size": 96, "head_dim": 8, "num_key_value_heads": 4},
-            6,
-            "--tensor-model-parallel-size: got 6, expected a divisor or a multiple of num_key_value_heads 4; choose 4 or 8",
-        ),
-        (
-            {"tensor_model_parallel_size": 4, "intermediate_size": 98},
-            4,
-            "--tensor-model-parallel-size: got 4, expected a divisor of intermediate_size 98; choose 2 or 7",
-        ),
-        (
-            {"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 33},
-            2,
-            "--seq-length: got 33, expected a multiple of tp 2 = 2; choose 32 or 34",
-        ),
-        (
-            {"context_parallel_size": 2, "seq_length": 2046},
-            2,
-            "--seq-length: got 2046, expected a multiple of 2 x cp 2 = 4; choose 2044 or 2048",
-        ),
-        (
-            {"context_parallel_size": 3, "tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 128},
-            6,
-            "--seq-length: got 128, expected a multiple of 2 x cp 3 x tp 2 = 12; choose 120 or 132",
-        ),
-        (
-            {"pipeline_model_parallel_size": 3, "num_hidden_layers": 32},
-            3,
-            "--pipeline-model-parallel-size: got 3 stages, expected a divisor of num_hidden_layers 32; choose 2 or 4 stages, or give",
-        ),
-        (
-            INTERLEAVED | {"virtual_pipeline_model_parallel_size": 3, "num_hidden_layers": 8},
-            2,
-            "--virtual-pipeline-model-parallel-size: got 6 stages, expected a divisor of num_hidden_layers 8; choose 4 or 8 stages",
-        ),
-        (
-            {"pipeline_model_parallel_size": 4, "num_hidden_layers": 8, "account_for_embedding_in_pipeline_split": True},
-            4,
-            "got 4 stages, expected a divisor of num_hidden_layers 8 + 1 for embedding and loss; choose 3 or 9 stages",
-        ),
-        (
-            {"pipeline_model_parallel_size": 4, "num_hidden_layers": 8} | ENDS,
-            4,
-            "got 4 stages, expected a divisor of num_hidden_layers 8 + 2 for embedding and loss; choose 2 or 5 stages",
-        ),
-        (
-            {"pipeline_model_parallel_size": 3, "num_hidden_layers": 4, "pipeline_layer_split": (2, 2)},
-            3,
-            "--pipeline-layer-split: got 2 2 (sum 4), expected 3 numbers of 1 or more (one per stage) that add up to num_hidden_layers 4",
-        ),
-        (
-            {"pipeline_model_parallel_size": 2, "num_hidden_layers": 4, "pipeline_layer_split": (2, 3)},
-            2,
-            "--pipeline-layer-split: got 2 3 (sum 5), expected 2 numbers of 1 or more (one per stage) that add up to num_hidden_layers 4",
-        ),
-        (
-            {"pipeline_model_parallel_size": 2, "pipeline_layer_split": (4, 0)},
-            2,
-            "--pipeline-layer-split: got 4 0 (sum 4), expected 2 numbers",
-        ),
-        (
-            INTERLEAVED | {"virtual_pipeline_model_parallel_size": 2, "pipeline_layer_split": (2, 2)},
-            2,
-            "--pipeline-layer-split: got 2 2 (sum 4), expected 4 numbers of 1 or more",
-        ),
-        (
-            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-            2,
-            "--virtual-pipeline-model-parallel-size: got 2, expected 1 chunk per rank with --pipeline-schedule 1f1b",
-        ),
+        ({"tensor_model_parallel_size": 4, "num_attention_heads": 12, "hidden_size": 96, "head_dim": 8, "num_key_value_heads": 6}, 4, "choose 3 or 6"),
+        ({"tensor_model_parallel_size": 6, "num_attention_heads": 12, "hidden_size": 96, "head_dim": 8, "num_key_value_heads": 4}, 6, "choose 4 or 8"),
+        ({"tensor_model_parallel_size": 4, "intermediate_size": 98}, 4, "--tensor-model-parallel-size: got 4 ... choose 2 or 7"),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 33}, 2, "--seq-length: got 33 ... choose 32 or 34"),
+        ({"context_parallel_size": 2, "seq_length": 2046}, 2, "--seq-length: got 2046, expected a multiple of 2 x cp 2 = 4; choose 2044 or 2048"),
+        ({"context_parallel_size": 3, "tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 128}, 6, "choose 120 or 132"),
+        ({"pipeline_model_parallel_size": 3, "num_hidden_layers": 32}, 3, "got 3 stages ... choose 2 or 4 stages, or give"),
+        (INTERLEAVED | {"virtual_pipeline_model_parallel_size": 3, "num_hidden_layers": 8}, 2, "got 6 stages ... choose 4 or 8 stages"),
+        ({"pipeline_model_parallel_size": 4, "num_hidden_layers": 8, "account_for_embedding_in_pipeline_split": True}, 4, "choose 3 or 9 stages"),
+        ({"pipeline_model_parallel_size": 4, "num_hidden_layers": 8} | ENDS, 4, "got 4 stages ... choose 2 or 5 stages"),
+        ({"pipeline_model_parallel_size": 3, "num_hidden_layers": 4, "pipeline_layer_split": (2, 2)}, 3, "got 2 2 (sum 4), expected 3 numbers"),
+        ({"pipeline_model_parallel_size": 2, "num_hidden_layers": 4, "pipeline_layer_split": (2, 3)}, 2, "got 2 3 (sum 5), expected 2 numbers"),
+        ({"pipeline_model_parallel_size": 4, "num_hidden_layers": 2} | ENDS, 4, "got 4 stages ... that leaves every stage a block"),
+        ({"pipeline_model_parallel_size": 2, "pipeline_layer_split": (4, 0)}, 2, "--pipeline-layer-split: got 4 0 (sum 4), expected 2 numbers"),
+        (INTERLEAVED | {"virtual_pipeline_model_parallel_size": 2, "pipeline_layer_split": (2, 2)}, 2, "got 2 2 (sum 4), expected 4 numbers"),
+        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, 2, "--virtual-pipeline-model-parallel-size: got 2"),
         (INTERLEAVED, 2, "--virtual-pipeline-model-parallel-size: got 1, expected 2 or more chunks per rank"),
-        (
-            INTERLEAVED | {"virtual_pipeline_model_parallel_size": 2, "global_batch_size": 3},
-            2,
-            "global_batch_size / (micro_batch_size x dp): got 3, expected a multiple of --pipeline-model-parallel-size 2",
-        ),
-        (
-            {"tensor_model_parallel_size": 2},
-            3,
-            "processes: got 3, expected a multiple of tp 2 x cp 1 x pp 1 = 2; start 2 or 4 processes, or change",
-        ),
+        (INTERLEAVED | {"virtual_pipeline_model_parallel_size": 2, "global_batch_size": 3}, 2, "x dp): got 3, expected a multiple"),
+        ({"tensor_model_parallel_size": 2}, 3, "processes: got 3 ... start 2 or 4 processes, or change"),
         ({}, 0, "processes: got 0"),
-        (
-            {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v", "virtual_pipeline_model_parallel_size": 3},
-            2,
-            "--virtual-pipeline-model-parallel-size: got 3, expected 2 chunks per rank with --pipeline-schedule zb-v; leave it out",
-        ),
+        ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v", "virtual_pipeline_model_parallel_size": 3}, 2, "got 3, expected 2"),
         ({"recompute_granularity": "full", "recompute_num_layers": "some"}, 1, "--recompute-num-layers: got some, expected all, auto, or a "),
         ({"recompute_granularity": "full", "recompute_num_layers": "5"}, 1, "--recompute-num-layers: got 5, expected all, auto, or a "),
-        (
-            {"global_batch_size": 10, "micro_batch_size": 2},
-            2,
-            "--global-batch-size: got 10, expected a multiple of micro_batch_size 2 x dp 2 = 4; choose 8 or 12",
-        ),
+        ({"global_batch_size": 10, "micro_batch_size": 2}, 2, "--global-batch-size: got 10 ... choose 8 or 12"),
         ({"global_batch_size": 3}, 4, "--global-batch-size: got 3, expected a multiple of micro_batch_size 1 x dp 4 = 4; choose 4"),
-        (
-            {"hidden_size": 60},
-            1,
-            "--hidden-size: got 60, expected a multiple of num_attention_heads 8; change one of them or give --head-dim",
-        ),
-        (
-            {"hidden_size": 60, "head_dim": 8},
-            1,
-            "--hidden-size: got 60, expected a multiple of num_attention_heads 8, as transformers wants it of every LlamaForCausalLM; "
-            "choose 56 or 64, or give another --model-type",
-        ),
+        ({"hidden_size": 60}, 1, "--hidden-size: got 60, expected a multiple of num_attention_heads 8; change one of them or give --head-dim"),
+        ({"hidden_size": 60, "head_dim": 8}, 1, "--hidden-size: got 60 ... choose 56 or 64, or give another --model-type"),
         ({"hidden_size": 72}, 1, "--head-dim: got 9, expected an even number"),
         ({"head_dim": 5}, 1, "--head-dim: got 5, expected an even number"),
         ({"num_key_value_heads": 3}, 1, "--num-key-value-heads: got 3, expected a divisor of num_attention_heads 8; choose 2 or 4"),
         ({"qk_norm": "head"}, 1, "--qk-norm: got head, expected none, as in the config.json of a LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, 1, "--hidden-act: got gelu, expected one of silu, gelu_pytorch_tanh"),
         ({"model_type": "gpt2"}, 1, "--model-type: got gpt2, expected one of llama, mistral, qwen2"),
+        ({"layer_types": ("sliding_attention",) * 4, "model_type": "gemma3_text"}, 1, "sliding_attention, expected a window for the layers"),
         ({"layer_types": ("full",) * 2, "sliding_window": 4}, 1, "--layer-types: got full full, expected full_attention or sliding"),
         ({"partial_rotary_factor": 0.7}, 1, "--partial-rotary-factor: got 0.7, 5 dims, expected an even number of dims up to head_dim 8"),
         ({"eos_token_id": 100}, 1, "--eos-token-id: got 100, expected an id below vocab_size 100"),
@@ -328,116 +219,39 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"adam_beta2": -0.1}, 1, "--adam-beta2: got -0.1, expected a number in [0, 1)"),
         ({"min_lr": 1.0}, 1, "--min-lr: got 1.0, expected at most lr 0.0003"),
         ({"lr_warmup_iters": 10}, 1, "--lr-warmup-iters: got 10, expected less than lr_decay_iters 10"),
-        (
-            {"freeze": ("model.layer.0.mlp.*", "model.norm.weight")},
-            1,
-            "--freeze: got model.layer.0.mlp.*, expected a pattern of the model's parameters; did you mean model.layers.0.mlp.",
-        ),
+        ({"freeze": ("model.layer.0.mlp.*", "model.norm.weight")}, 1, "--freeze: got model.layer.0.mlp.* ... did you mean model.layers.0.mlp."),
         ({"freeze": ("lm_head.*",), "tie_word_embeddings": True}, 1, "did you mean model.embed_tokens.weight?"),
         ({"freeze": ("*norm*,*mlp*",)}, 1, "; separate patterns by spaces: --freeze '*norm*' '*mlp*'"),
         ({"freeze": ("zzz",)}, 1, "; give names as lm_head.weight, or parts of them as '*.mlp.*'"),
         ({"lora_rank": 4, "lora_target_modules": ("q_proj,v_proj",)}, 1, "; separate them by spaces: q_proj v_proj"),
         ({"freeze": ("model.*", "lm_head.*")}, 1, "--freeze: got all 39 parameters, expected one or more that are trained; leave out"),
-        (
-            {"freeze": ("model.layers.1.*.q_proj.*",), "tensor_model_parallel_size": 8, "num_key_value_heads": 1},
-            8,
-            "--freeze: got model.layers.1.*.q_proj.*, expected also model.layers.1.self_attn.k_proj.weight, "
-            "model.layers.1.self_attn.v_proj.weight, which are stored with them; freeze all or none of what is stored as one weight",
-        ),
-        (
-            {"freeze": ("*.k_proj.*", "*.v_proj.*", "*.up_proj.*")},
-            1,
-            "expected also model.layers.0.self_attn.q_proj.weight, model.layers.0.mlp.gate_proj.weight, "
-            "model.layers.1.self_attn.q_proj.weight, model.layers.1.mlp.gate_proj.weight and 4 more, which",
-        ),
+        ({"freeze": ("model.layers.1.*.q_proj.*",), "tensor_model_parallel_size": 8, "num_key_value_heads": 1}, 8, "v_proj.weight, which are stored"),
+        ({"freeze": ("*.k_proj.*", "*.v_proj.*", "*.up_proj.*")}, 1, "expected also model.layers.0.self_attn.q_proj ... and 4 more, which"),
         ({"freeze": ("model.*",), "make_vocab_size_divisible_by": 0}, 1, "--make-vocab-size-divisible-by: got 0"),
-        (
-            {"exp_avg_sq_dtype": "bf16"},
-            1,
-            "--exp-avg-sq-dtype bf16: got --adam-beta2 0.999, expected at most 0.996: a step that takes less",
-        ),
-        (
-            {"exp_avg_dtype": "bf16", "optimizer_offload": "exact"},
-            1,
-            "--exp-avg-dtype bf16: got --optimizer-offload exact, expected none: the",
-        ),
-        (
-            {"exp_avg_dtype": "bf16", "optimizer": "muon"},
-            1,
-            "--exp-avg-dtype bf16: got --optimizer muon, expected adam: the state of others is in fp32; leave one",
-        ),
-        (
-            {"exp_avg_dtype": "bf16", "fp64": True},
-            1,
-            "--exp-avg-dtype bf16: got --fp64, expected training in fp32, bf16 or fp16; leave one",
-        ),
-        (
-            {"exp_avg_sq_dtype": "8bit", "lora_rank": 4},
-            1,
-            "--exp-avg-sq-dtype 8bit: got --lora-rank 4, expected weights that are trained: low-rank additions are small; leave one",
-        ),
-        (
-            {"exp_avg_dtype": "8bit", "intermediate_size": 160},
-            1,
-            "moments in 8 bits: got 160 elements in a row of model.layers.0.mlp.down_proj.weight (and 3 more) on a rank of "
-            "--tensor-model-parallel-size 1, expected a multiple of 64, which have a scale together; keep moments in bf16, or take another",
-        ),
-        (
-            {"exp_avg_dtype": "8bit", "tensor_model_parallel_size": 2},
-            2,
-            "moments in 8 bits: got 32 elements in a row of model.layers.0.self_attn.o_proj.weight",
-        ),
-        (
-            {"optimizer": "schedule_free_adamw"},
-            1,
-            "--optimizer schedule_free_adamw: got --lr-decay-style linear, expected constant: its average takes the place of the "
-            "decay; give --lr-decay-style constant",
-        ),
-        (
-            {"optimizer": "schedule_free_adamw", "lr_decay_style": "constant", "optimizer_offload": "exact"},
-            1,
-            "--optimizer schedule_free_adamw: got --optimizer-offload exact, expected none",
-        ),
-        (
-            {"optimizer": "schedule_free_adamw", "lr_decay_style": "constant", "exp_avg_dtype": "bf16"},
-            1,
-            "--exp-avg-dtype bf16: got --optimizer schedule_free_adamw, expected adam",
-        ),
+        ({"exp_avg_sq_dtype": "bf16"}, 1, "--exp-avg-sq-dtype bf16: got --adam-beta2 0.999, expected at most 0.996: a step that takes less"),
+        ({"exp_avg_dtype": "bf16", "optimizer_offload": "exact"}, 1, "--exp-avg-dtype bf16: got --optimizer-offload exact, expected none: the"),
+        ({"exp_avg_dtype": "bf16", "optimizer": "muon"}, 1, "--exp-avg-dtype bf16: got --optimizer muon ... leave one"),
+        ({"exp_avg_dtype": "bf16", "fp64": True}, 1, "--exp-avg-dtype bf16: got --fp64, expected training in fp32, bf16 or fp16; leave one"),
+        ({"exp_avg_sq_dtype": "8bit", "lora_rank": 4}, 1, "--exp-avg-sq-dtype 8bit: got --lora-rank 4 ... leave one"),
+        ({"exp_avg_dtype": "8bit", "intermediate_size": 160}, 1, "moments in 8 bits: got 160 elements in a row of ... down_proj.weight (and 3 more)"),
+        ({"exp_avg_dtype": "8bit", "tensor_model_parallel_size": 2}, 2, "moments in 8 bits: got 32 elements in a row of model.layers.0.self_attn"),
+        ({"optimizer": "schedule_free_adamw"}, 1, "--optimizer schedule_free_adamw: got --lr-decay-style linear"),
+        ({"optimizer": "schedule_free_adamw", "lr_decay_style": "constant", "optimizer_offload": "exact"}, 1, "got --optimizer-offload exact"),
+        ({"optimizer": "schedule_free_adamw", "lr_decay_style": "constant", "exp_avg_dtype": "bf16"}, 1, "got --optimizer schedule_free_adamw"),
         ({"param_group": ("*",)}, 1, "--param-group: got *, expected PATTERN: key=value, key=value; write it as 'embed*: lr=1e-3, weight"),
-        (
-            {"param_group": ("mlp.*: rate=1",)},
-            1,
-            "got rate=1 in mlp.*: rate=1, expected lr, lr_mult, min_lr, weight_decay or init_std, each",
-        ),
+        ({"param_group": ("mlp.*: rate=1",)}, 1, "got rate=1 in mlp.*: rate=1, expected lr, lr_mult, min_lr, weight_decay or init_std, each"),
         ({"param_group": ("mlp.*: lr=1, lr=1",)}, 1, "--param-group: got lr twice in mlp.*: lr=1, lr=1, expected it once"),
         ({"param_group": ("mlp.*: lr=-1",)}, 1, "--param-group: got lr=-1 in mlp.*: lr=-1, expected a number from 0; correct the value"),
         ({"param_group": ("mlp.*: lr=nan",)}, 1, "--param-group: got lr=nan in mlp.*: lr=nan, expected a number from 0"),
         ({"param_group": ("mlp.*: lr=1, lr_mult=2",)}, 1, "--param-group: got lr and lr_mult in mlp.*: lr=1, lr_mult=2, expected one of"),
         ({"param_group": ("embed_token: lr=1",)}, 1, "--param-group: got embed_token, expected a pattern of the model's parameters; "),
-        (
-            {"param_group": ("zzz: lr=1",)},
-            1,
-            "; some are model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.",
-        ),
+        ({"param_group": ("zzz: lr=1",)}, 1, "; some are model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0."),
         ({"param_group": ("lm_head*: lr=1",), "tie_word_embeddings": True}, 1, "did you mean model.embed_tokens.weight?"),
-        (
-            {"param_group": ("layers.*: lr=1", "*.mlp.*: lr_mult=2")},
-            1,
-            "--param-group: got two values of lr for model.layers.0.mlp.gate_proj.weight: layers.*: lr=1 and *.mlp.*: lr_mult=2, expected one",
-        ),
-        (
-            {"param_group": ("q_proj*: lr=1",)},
-            1,
-            "--param-group: got other values for model.layers.0.self_attn.q_proj.weight than for "
-            "model.layers.0.self_attn.v_proj.weight, expected the same for what is stored as one weight; give",
-        ),
+        ({"param_group": ("layers.*: lr=1", "*.mlp.*: lr_mult=2")}, 1, "--param-group: got two values of lr for ... gate_proj.weight: layers"),
+        ({"param_group": ("q_proj*: lr=1",)}, 1, "--param-group: got other values for model.layers.0.self_attn.q_proj.weight than for ... v_proj"),
         ({"param_group": ("mlp.*: lr=1",), "freeze": ("*.mlp.*",)}, 1, "--param-group: got mlp.*, whose parameters are all frozen"),
         ({"param_group": ("*norm.weight: init_std=1",)}, 1, "--param-group: got init_std for model.layers.0.input_layernorm.weight, which"),
-        (
-            {"param_group": ("mlp.*: lr=1e-3, min_lr=1",)},
-            1,
-            "--param-group: got min_lr 1 for model.layers.0.mlp.gate_proj.weight, expected at",
-        ),
+        ({"param_group": ("mlp.*: lr=1e-3, min_lr=1",)}, 1, "--param-group: got min_lr 1 for model.layers.0.mlp.gate_proj.weight, expected at"),
         ({"split": "100,0"}, 1, "--split: got 100,0, expected three shares"),
         ({"split": "1,-1,1"}, 1, "--split: got 1,-1,1, expected three shares"),
         ({"split": "0,0,0"}, 1, "--split: got 0,0,0, expected three shares"),
@@ -451,7 +265,7 @@ def test_each_problem_is_named_alone(given: dict[str, Any], world_size: int, mes
         assert wanted == ["a divisor of num_attention_heads 8", "a divisor or a multiple of num_key_value_heads 8"]
     else:
         assert len(found) == 1, found
-        assert message in found[0]
+        assert all(part in found[0] for part in message.split(" ... "))
 
 
 def test_a_constant_rate_may_warm_up_throughout() -> None:
@@ -470,13 +284,6 @@ def test_nothing_given() -> None:
 @pytest.mark.parametrize("source", ["tokenizer_model", "data_path"])
 def test_the_vocabulary_may_come_from_the_tokenizer(source: str) -> None:
     assert problems(config_of(**{"vocab_size": 0, source: "x", "eos_token_id": 5}), 1) == []
-
-
-def test_a_dataset_is_asked_for_only_when_it_is_read() -> None:
-    check(config_of(), 1)
-    check(config_of(data_path="corpus"), 1, needs_data=True)
-    with pytest.raises(ConfigError, match="--data-path: got nothing"):
-        check(config_of(), 1, needs_data=True)
 
 
 def test_all_problems_come_at_once() -> None:
@@ -549,15 +356,6 @@ def test_an_interval_without_a_folder_is_a_warning() -> None:
 def test_a_negative_number_is_named_once_where_it_is_wrong(name: str) -> None:
     named = [line for line in problems(config_of(**{name: -1}), 1) if line.startswith(f"{flag(name)}: ")]
     assert len(named) == (name not in ("profile_step_end",))  # nothing is traced
-
-
-def test_a_negative_share_of_warm_up_is_not_a_second_length() -> None:
-    assert len(problems(config_of(lr_warmup_fraction=-1.0, lr_warmup_iters=2), 1)) == 1
-
-
-def test_layers_that_slide_are_named_as_they_are_written() -> None:
-    (problem,) = problems(config_of(layer_types=("sliding_attention",) * 4, model_type="gemma3_text"), 1)
-    assert problem.startswith("--layer-types: got sliding_attention sliding_attention sliding_attention sliding_attention, expected a ")
 
 
 def test_initial_sizes_of_weights_that_are_taken_are_a_warning() -> None:

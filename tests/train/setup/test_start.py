@@ -12,47 +12,33 @@ from megatron_llama.train.setup.start import batch_changes
 
 SAVED = asdict(TrainingConfig(global_batch_size=8, micro_batch_size=1))
 STATE = TrainState(10, 80)
-WAS = "warning: --global-batch-size was 8 when the checkpoint was saved and is 16: the run goes on at iteration 10, "
-BEHIND = "with the sample behind the 80 that are consumed; the learning rate's schedule "
 ITERATIONS = "counts iterations, so each sample meets another rate than it would have; "
+WAS = "--global-batch-size was 8 when the checkpoint was saved and is 16: the run goes on at iteration 10, with the sample behind the 80"
 
 
 @pytest.mark.parametrize(
-    "training,optimizer,said",
+    ("training", "optimizer", "said"),
     [
-        ({"train_iters": 20}, {}, [WAS + BEHIND + ITERATIONS + "the run ends after iteration 20 with 240 samples"]),
+        ({"train_iters": 20}, {}, (WAS, ITERATIONS + "the run ends after iteration 20 with 240 samples")),
         (
             {"train_iters": 12, "train_samples": 200},
             {"lr_decay_samples": 200},
-            [
-                WAS + BEHIND + "counts samples, so it goes on where it was; the run ends after iteration 12 with 112 samples "
-                "instead of the 200 of --train-samples"
-            ],
+            (WAS, "counts samples, so it goes on where it was", "after iteration 12 with 112 samples instead of the 200 of --train-samples"),
         ),
-        ({"epochs": 2.0, "train_iters": 20}, {}, [WAS + BEHIND + ITERATIONS + "the run ends with its last pass"]),
+        ({"epochs": 2.0, "train_iters": 20}, {}, (WAS, ITERATIONS + "the run ends with its last pass")),
         (
             {"global_batch_size": 8, "rampup_batch_size": (2, 2, 100), "train_iters": 12},
             {},
-            [
-                "warning: --rampup-batch-size was not given when the checkpoint was saved and is 2 2 100: the run goes on at iteration 10, "
-                + BEHIND
-                + ITERATIONS
-                + "the run ends after iteration 12 with 92 samples"
-            ],
+            ("--rampup-batch-size was not given when", " and is 2 2 100: ", ITERATIONS + "the run ends after iteration 12 with 92 samples"),
         ),
-        (
-            {"global_batch_size": 8, "micro_batch_size": 2},
-            {},
-            [
-                "--micro-batch-size was 1 when the checkpoint was saved and is 2: samples and steps are the same, sums are rounded differently"
-            ],
-        ),
-        ({"global_batch_size": 8}, {}, []),
+        ({"global_batch_size": 8, "micro_batch_size": 2}, {}, ("--micro-batch-size was 1 when ", " and is 2: samples and steps are the same")),
+        ({"global_batch_size": 8}, {}, ()),
     ],
 )
-def test_other_batches(training: dict[str, Any], optimizer: dict[str, Any], said: list[str]) -> None:
+def test_other_batches(training: dict[str, Any], optimizer: dict[str, Any], said: tuple[str, ...]) -> None:
     config = Config(training=TrainingConfig(**{"global_batch_size": 16, **training}), optimizer=OptimizerConfig(**optimizer))
-    assert list(batch_changes(SAVED, STATE, config)) == said
+    found = list(batch_changes(SAVED, STATE, config))
+    assert len(found) == bool(said) and all(words in line for line in found for words in said)
 
 
 def test_arguments_of_megatron() -> None:

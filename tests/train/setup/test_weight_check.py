@@ -195,9 +195,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-def test_a_save_waits_once_and_not_for_ever(
-    reading: tuple[WeightCheck, threading.Event], waits: list[float], tmp_path: Path
-) -> None:
+def test_a_save_waits_once_and_not_for_ever(reading: tuple[WeightCheck, threading.Event], waits: list[float], tmp_path: Path) -> None:
     """What is found later ends the run, and its error names what was saved meanwhile and is there."""
     check, goes_on = reading
     log = Lines()

@@ -20,11 +20,7 @@ from megatron_llama.train.setup.checks.zenflow import zenflow_notes, zenflow_pro
 from megatron_llama.train.setup.resolve import assemble
 
 BLOCK = {
-    "topk_ratio": 0.05,
-    "select_strategy": "step",
-    "select_interval": 32,
-    "update_interval": 8,
-    "full_warm_up_rounds": 3,
+    "topk_ratio": 0.05, "select_strategy": "step", "select_interval": 32, "update_interval": 8, "full_warm_up_rounds": 3,
     "overlap_step": True,
 }
 MEANT = ZenFlowConfig(
