@@ -127,12 +127,12 @@ def test_a_split_pass_announces_what_a_whole_one_does(recompute: Granularity) ->
 
 
 @pytest.mark.parametrize("recompute", GRANULARITIES)
-def test_evaluation_announces_forward_passes_only(recompute: Granularity) -> None:
-    for index in (0, 1):
-        watched = Watched(2, index, recompute)
-        with torch.no_grad():
-            output = watched.forward()
-        assert not output.requires_grad and output.grad_fn is None
+def test_without_backward_forward_passes_alone_are_announced(recompute: Granularity) -> None:
+    """In evaluation, and in a first stage that is frozen."""
+    for index, freeze in ((0, ()), (1, ()), (0, ("model.*",))):
+        watched = Watched(2, index, recompute, freeze)
+        with torch.set_grad_enabled(bool(freeze)):
+            assert not watched.forward().requires_grad
         assert watched.seen()[0] == ["F0", "F1", "F2"]
 
 
@@ -164,13 +164,6 @@ def test_backward_goes_down_to_the_first_unit_that_is_trained(freeze: tuple[str,
     for handle, spec in zip(watched.handles, specs, strict=True):
         assert bool(handle.grad.any()) is spec.trainable, spec.name
         assert len(handle.kept) == (spec.trainable and spec.decay), spec.name
-
-
-@pytest.mark.parametrize("recompute", GRANULARITIES)
-def test_a_frozen_first_stage_has_no_backward(recompute: Granularity) -> None:
-    watched = Watched(2, 0, recompute, ("model.*",))
-    assert not watched.forward().requires_grad
-    assert watched.seen()[0] == ["F0", "F1", "F2"]
 
 
 def test_stages_in_a_row_are_the_model() -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.model.nn.dispatch import Dispatched, scores
+
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 RULES = {
@@ -122,29 +124,14 @@ def test_rotated_attention_of_hosts(rule: ScoreRule, dtype: torch.dtype, monkeyp
     check((out, grad), (exact, torch.cat(grads, 2).flatten(2)), dtype)
 
 
-class Scores(TorchDispatchMode):
-    """Attention scores that torch's kernel for hosts computes, forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forward, self.backward = 0, 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        if name == "_scaled_dot_product_flash_attention_for_cpu":
-            self.forward += args[0].shape[:3].numel() * args[1].shape[2]
-        if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
-            self.backward += args[1].shape[:3].numel() * args[2].shape[2]
-        return function(*args, **(kwargs or {}))
-
-
 def computed(length: int, window: int) -> int:
     """Scores of a head."""
     leaves = [draw(length, 1, heads, 16, seed=heads).float().requires_grad_() for heads in (2, 1, 1)]
-    with Scores() as scores:
+    with Dispatched() as dispatched:
         sliding_attention(*leaves, rule=ScoreRule(window=window)).sum().backward()
-    assert scores.forward == scores.backward > 0
-    return scores.forward // 2
+    forward, backward = scores(dispatched)
+    assert forward == backward > 0
+    return forward // 2
 
 
 class LargestMask(TorchDispatchMode):
@@ -284,19 +271,11 @@ def test_whole_sequences_go_to_flash_attention(accelerator: None) -> None:
     assert flash.calls == ["forward"]
     check((out,), (textbook(*leaves, ScoreRule(window=9)),), torch.bfloat16)
     meta = [leaf.to("meta") for leaf in leaves]
-    seen = list[Any]()
-
-    class Packed(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if "attention" in str(function):
-                seen.append((function, kwargs))
-            return function(*args, **(kwargs or {}))
-
     starts = torch.tensor([0, 12, 80], dtype=torch.int32, device="meta")
-    with Packed():
+    with Dispatched() as dispatched:
         assert sliding_attention(*meta, rule=ScoreRule(0.5, 9), documents=Documents(starts, 68)).shape == (40, B, N * D)
-    [(function, keywords)] = seen
-    assert function is torch.ops.aten._flash_attention_forward.default
+    [(name, _, keywords)] = dispatched.named("attention")
+    assert name == "_flash_attention_forward"
     assert keywords == {"scale": 0.5, "window_size_left": 8, "window_size_right": 0}
 
 
@@ -307,24 +286,16 @@ def test_what_flash_attention_cannot_take_goes_block_by_block(case: str, acceler
     rule = ScoreRule(window=300, softcap=3.0 if case == "capped" else 0.0)
     meta = [torch.empty(1000, B, n, D, dtype=dtype, device="meta").permute(1, 2, 0, 3) for n in (N, KV, KV)]
     ids = torch.zeros(1000, B, dtype=torch.int32, device="meta")
-    calls = list[tuple[str, tuple[int, ...]]]()
-
-    class Operators(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if "attention" in str(function):
-                shape = tuple(args[3].shape) if len(args) > 3 and isinstance(args[3], Tensor) else ()
-                calls.append((function.overloadpacket.__name__, shape))
-            return function(*args, **(kwargs or {}))
-
     if case == "more queries than keys":
         meta[1:] = (part[:, :, :900] for part in meta[1:])
     offset = 900 if case == "more queries than keys" else 0
     rule = ScoreRule(window=1200, softcap=rule.softcap) if offset else rule
-    with Operators():
+    with Dispatched() as dispatched:
         out, lse = sliding.attend(*meta, rule=rule, offset=offset, ids=DocumentIds(ids, ids) if case == "documents" else None)
         sliding.attend_backward(out, *meta, out, lse, rule=rule, offset=offset)
     assert out.shape == meta[0].shape and lse.shape == (B, N, 1000)
-    forward = [shape for name, shape in calls if name == "_scaled_dot_product_efficient_attention"]
+    calls = dispatched.named("_scaled_dot_product_efficient_attention")
+    forward = [args[3].shape if len(args) > 3 and args[3] is not None else () for name, args, _ in calls if not name.endswith("backward")]
     # The block whose windows hide nothing needs no mask, and goes to flash attention without one.
     blocks = {"fp64": 0, "capped": 0, "more queries than keys": 3}
     assert len(forward) == blocks.get(case, 4)
