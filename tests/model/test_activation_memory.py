@@ -20,7 +20,6 @@ from megatron_llama.model.nn.context import local_sequence
 from megatron_llama.model.plan.activation_memory import Activations
 from megatron_llama.model.plan.chunks import GRANULARITIES, Granularity
 from megatron_llama.model.positions import Positions
-from megatron_llama.model.presets import PRESETS
 from megatron_llama.pipeline.build import compute_dtype
 from megatron_llama.train.setup.memory import MemoryPlan, peak_of
 from tools.overlap.loss import token_losses
@@ -189,20 +188,6 @@ def test_positions_of_each_sample(cluster: Cluster) -> None:
     run = Run(cp=2)
     assert cluster.run(2, measured, run, True) == [predicted(run, True)] * 2
     assert predicted(run, True).rotary == BATCH * predicted(run, False).rotary
-
-
-def test_seven_billion_parameters_by_hand() -> None:
-    """Against multiples of s b h written out: without sequence parallelism 2 x 2 norms, qkv and output, 3 f of the MLP."""
-    model, tokens = replace(PRESETS["llama2-7b"], num_key_value_heads=32, head_dim=128), 4096
-    shape = Activations(model, 1, 4096, 2)
-    unit, small = tokens * 4096 * 2, tokens * 4 * (2 + 32)
-    inner = tokens * 11008 * 2
-    assert shape.block("none") == 4 * unit + 4 * unit + 3 * inner + small
-    assert shape.block("selective") == 2 * unit + 4 * unit + 2 * inner + small
-    assert shape.block("full") == unit
-    divided = replace(shape, tp=8, sequence_parallel=True)
-    assert divided.block("none") * 8 == shape.block("none")
-    assert divided.block("full") * 8 == shape.block("full") == replace(shape, tp=8).block("full") * 8
 
 
 class Live:

@@ -9,7 +9,7 @@ import torch
 from megatron_llama.cli import main
 from megatron_llama.errors import CheckpointError
 from megatron_llama.model.hf import model_config_from_hf, read_hf_config
-from megatron_llama.model.hf_fields import FIXED, NEUTRAL
+from megatron_llama.model.hf_fields import FIXED, HARMLESS, NEUTRAL
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SIZES = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "rms_norm_eps": 1e-5}
@@ -86,6 +86,11 @@ def test_fields_that_make_another_model_cannot_be_ignored() -> None:
     for name, value in MEANT.items():
         with pytest.raises(CheckpointError, match=f"--ignore-hf-config-fields {name}: got a field that says what the model computes"):
             read({name: value}, (name,))
+
+
+def test_each_field_is_in_one_group() -> None:
+    groups = (HARMLESS, frozenset(FIXED), frozenset(NEUTRAL))
+    assert len(frozenset().union(*groups)) == sum(map(len, groups))
 
 
 def test_accepted_values_do_not_change_what_transformers_computes(tmp_path: Path) -> None:

@@ -8,42 +8,11 @@ import pytest
 import torch
 from megatron_llama.config.schema import Config
 from megatron_llama.engine.plan.specs import Rectangle
-from megatron_llama.launch.launcher import Place
 from megatron_llama.model.init import BLOCK_ELEMENTS, InitialWeights, WithAdapters
 from megatron_llama.model.plan.lora import LORA_A, LORA_B
-from megatron_llama.model.plan.params import hf_shapes
 
-from tests.harness import Cluster
-from tests.parallel.cases import MODEL, Layout, Record, initial_weights, merged, train
+from tests.parallel.cases import MODEL
 from tests.torch_twin import drawn
-
-
-def fresh(place: Place, layout: Layout) -> Record:
-    """The state before the first step."""
-    return train(place, replace(layout, steps=0))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(tp=2, sp=True, bucket=1_000),
-        Layout(pp=4, tied=True),
-        Layout(dp=3, strategy="optim_grads", bucket=777),
-        Layout(tp=2, pp=2, dp=2, tied=True, bucket=10**9, strategy="no_shard"),
-        Layout(tp=4, kv_heads=1, dp=2),
-        Layout(cp=2, dp=2, strategy="optim_grads"),
-        Layout(pp=2, virtual=2, schedule="zb-v", tied=True),
-        Layout(pp=3, split=(2, 1, 1)),
-    ],
-    ids=lambda layout: layout.name,
-)
-def test_all_layouts_start_from_the_same_weights(cluster: Cluster, layout: Layout) -> None:
-    found = merged(cluster.run(layout.world_size, fresh, layout))
-    shapes = hf_shapes(layout.config().model)
-    assert found.keys() == shapes.keys()
-    for name, shape in shapes.items():
-        assert torch.equal(found[name], drawn(initial_weights(), name, shape)), name
 
 
 def test_low_rank_additions_of_a_shard_are_a_cut_of_the_whole() -> None:

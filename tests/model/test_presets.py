@@ -7,27 +7,12 @@ def published(
 ) -> dict[str, object]:
     """A ``config.json`` as Meta published it for transformers, in its spelling of that time."""
     third = groups != heads and longest != 4096
-    fields: dict[str, object] = {
-        "architectures": ["LlamaForCausalLM"],
-        "bos_token_id": 128000 if third else 1,
-        "eos_token_id": 128001 if third else 2,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": intermediate,
-        "max_position_embeddings": longest,
-        "model_type": "llama",
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": groups,
-        "pretraining_tp": 1,
-        "rms_norm_eps": eps,
-        "rope_scaling": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16" if third else "float16",
-        "use_cache": True,
-        "vocab_size": 128256 if third else 32000,
-    }
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes |= {"num_key_value_heads": groups, "max_position_embeddings": longest, "vocab_size": 128256 if third else 32000}
+    tokens = {"bos_token_id": 128000 if third else 1, "eos_token_id": 128001 if third else 2}
+    common = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "initializer_range": 0.02, "use_cache": True}
+    common |= {"pretraining_tp": 1, "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16" if third else "float16"}
+    fields: dict[str, object] = {**common, **sizes, **tokens, "rms_norm_eps": eps}
     if third:
         fields |= {"attention_bias": False, "attention_dropout": 0.0, "rope_theta": 500000.0}
     if factor:

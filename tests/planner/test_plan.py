@@ -229,6 +229,19 @@ def test_the_shortest_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert capsys.readouterr().out.startswith("16 x a100 (8 in a node, ")
 
 
+def test_kind_and_wires_of_the_gpus_matter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def seconds(*more: str) -> float:
+        words = [*plan_command("llama2-7b", 16, 16, 4096), "--explain", "tp1/pp1/optim", "--json", str(tmp_path / "one.json")]
+        assert main([*words, *more]) == 0
+        return float(json.loads((tmp_path / "one.json").read_text())["layouts"][0]["step_seconds"])
+
+    usual = seconds()
+    assert seconds("--nic-gbit", "10") > 1.2 * usual and seconds("--gpu", "a100") > 1.5 * usual > 2 * seconds(
+        "--gpu", "b200", "--gpus-per-node", "16"
+    )
+    capsys.readouterr()
+
+
 def test_the_planned_command_line_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
     """Every option of the printed line is one of pretrain, and the layout is the planned one."""
     plan = planned("interleaved")

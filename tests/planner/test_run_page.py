@@ -15,7 +15,7 @@ import pytest
 from megatron_llama.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_llama.metrics.events import END, REWIND, START, EventFile
 from megatron_llama.metrics.log import MetricLog
-from megatron_llama.planner.pictures.curves import COLUMNS, Axis, Curve, chart, thinned, visible_range
+from megatron_llama.planner.pictures.curves import COLUMNS, Axis, Curve, chart, short, thinned, visible_range
 from megatron_llama.planner.run.folder import read_run
 from megatron_llama.planner.run.incidents import Incidents, text, without_secrets
 from megatron_llama.planner.run.page import BYTES, report_page
@@ -119,6 +119,11 @@ def test_the_range_of_an_axis(values: list[float], low: float, high: float) -> N
     assert visible_range([curve]) == pytest.approx((low, high))
     drawn = chart([curve], Axis(0.0, 1.0), title="t", description="d")
     assert drawn.count("<title>t</title><desc>") == 0 and "<title>t</title>\n<desc>d</desc>" in drawn and "nan" not in drawn
+
+
+def test_numbers_of_ticks() -> None:
+    words = {0.0: "0", 0.002: "0.002", 1.5e-5: "1.5e-05", 9999.0: "9999", 12_500.0: "12.5k", 3e6: "3M", -2.5e9: "-2.5G", 1e12: "1T"}
+    assert {value: short(value) for value in words} == words
 
 
 def test_a_gpu_has_a_plan_of_time_and_memory(tmp_path: Path) -> None:

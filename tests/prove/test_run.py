@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -177,6 +178,13 @@ def test_a_configuration_is_what_it_documents_not_what_was_written_before(traine
     assert wrong[-1].what == "logits"
 
 
+def test_logits_that_are_not_compared_are_said(trained: Trained, materials: Materials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_llama.prove.export_check.obstacle", lambda model: "transformers is not installed")
+    rows = rows_of_export(trained, materials)
+    with pytest.raises(NotComparedError, match="logits with transformers: transformers is not installed"):
+        list(rows)
+
+
 def test_an_export_is_compared_with_the_checkpoint(trained: Trained, materials: Materials) -> None:
     rows = list(rows_of_export(trained, materials))
     assert all(row.holds for row in rows) and {row.what for row in rows} == {"weight", "config.json", "logits"}
@@ -225,6 +233,24 @@ def test_what_a_rank_printed_last_follows_its_error(
     said = caught.value.errors[0]
     assert error in said and {"the rank was here", "and a library said this"} <= set(said.splitlines())
     assert "was here" not in capfd.readouterr().out
+
+
+class Cycle:
+    """It is freed by a garbage collection only."""
+
+    def __init__(self, place: Place) -> None:
+        self.itself = self
+
+
+def made(place: Place) -> int:
+    """Leave one, and count those that there are."""
+    Cycle(place)
+    gc.unfreeze()
+    return sum(isinstance(each, Cycle) for each in gc.get_objects())
+
+
+def test_nothing_of_a_job_stays_with_its_worker(cluster: Cluster) -> None:
+    assert [cluster.run(1, made) for _ in range(3)] == [[1]] * 3
 
 
 def interrupts(place: Place, parent: int, folder: Path) -> None:

@@ -174,11 +174,16 @@ def test_accelerator_operators_accept_what_they_are_given(length: int, dtype: to
     """Shapes and dtypes through torch's own shape functions of the accelerator's operators, on the device that computes nothing."""
     leaves = [torch.empty(length, B, count, D, dtype=dtype, device="meta").permute(1, 2, 0, 3) for count in (N, 2, 2)]
     mask = torch.ones(B, 1, length, length, dtype=torch.bool, device="meta") if masked else None
-    out, lse = attend(*leaves, causal=True, mask=mask)
-    grads = attend_backward(out, *leaves, out, lse, causal=True, mask=mask)
-    assert out.shape == leaves[0].shape and out.dtype is dtype
-    assert lse.shape == (B, N, length) and lse.dtype is torch.float32
-    assert [(grad.shape, grad.dtype) for grad in grads] == [(leaf.shape, dtype) for leaf in leaves]
+    check_shapes(leaves, causal=True, mask=mask)
+
+
+def check_shapes(leaves: list[Tensor], **options: Any) -> None:
+    """Of output, log-sum-exp and gradients, with their dtypes."""
+    out, lse = attend(*leaves, **options)
+    grads = attend_backward(out, *leaves, out, lse, **options)
+    assert out.shape == leaves[0].shape and out.dtype is leaves[0].dtype
+    assert lse.shape == leaves[0].shape[:3] and lse.dtype is torch.float32
+    assert [(grad.shape, grad.dtype) for grad in grads] == [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def pieces_on(device: str, kv_heads: int = 2, head_dim: int = 16, dtype: torch.dtype = torch.bfloat16, length: int = 128) -> list[Tensor]:
@@ -200,11 +205,7 @@ def test_pieces_go_to_cudnn_where_torch_lets_them(kv_heads: int, causal: bool, m
     monkeypatch.setattr(attention, "can_use_cudnn_attention", lets)
     leaves = pieces_on("meta", kv_heads)
     with Dispatched() as seen:
-        out, lse = attend(*leaves, causal=causal)
-        grads = attend_backward(out, *leaves, out, lse, causal=causal)
-    assert out.shape == leaves[0].shape and out.dtype is torch.bfloat16
-    assert lse.shape == (B, N, 128) and lse.dtype is torch.float32
-    assert [(grad.shape, grad.dtype) for grad in grads] == [(leaf.shape, torch.bfloat16) for leaf in leaves]
+        check_shapes(leaves, causal=causal)
     kernels = [name for name, *_ in seen.named("attention")]
     assert kernels == [f"_scaled_dot_product_cudnn_attention{kind}" for kind in ("", "_backward")]
     assert [(one.is_causal, one.enable_gqa, one.dropout, one.attn_mask) for one in asked] == [(causal, kv_heads != N, 0.0, None)] * 2
@@ -294,21 +295,16 @@ def packed(dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     return leaves, ids
 
 
-def test_documents_lie_end_to_end() -> None:
-    documents = Documents.of(packed(torch.float32)[1])
-    assert documents.starts.dtype is torch.int32
-    assert documents.starts.tolist() == [0, 11, 12, 16, 17, 22, 24, 30, 33] and documents.longest == 11
-    one = Documents.of(torch.zeros(1, 1, dtype=torch.int32))
-    assert one.starts.tolist() == [0, 1] and one.longest == 1
-
-
 @DTYPES
 def test_documents_are_the_mask(dtype: torch.dtype) -> None:
     """Output and gradients."""
     leaves, ids = packed(dtype)
+    documents = Documents.of(ids)
+    assert documents.starts.dtype is torch.int32
+    assert documents.starts.tolist() == [0, 11, 12, 16, 17, 22, 24, 30, 33] and documents.longest == 11
     upstream = torch.randn(11, B, N * D, generator=torch.Generator().manual_seed(5)).to(dtype)
     results = []
-    for mask in (Documents.of(ids), causal_document_mask(ids)):
+    for mask in (documents, causal_document_mask(ids)):
         out = causal_attention(*leaves, mask)
         results.append((out, *torch.autograd.grad(out, leaves, upstream)))
     for found, expected in zip(*results, strict=True):

@@ -1,4 +1,4 @@
-"""Every autograd function of the layers against finite differences in fp64 and against plain torch, on one rank and on two."""
+"""Functions of the layers against finite differences in fp64 and against plain torch. What ranks make of layers: test_types.py."""
 
 from __future__ import annotations
 
@@ -8,105 +8,18 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron_llama.engine.comm import autograd
 from megatron_llama.launch.launcher import Place
-from megatron_llama.model.nn.embedding import VocabParallelEmbedding
 from megatron_llama.model.nn.functional import gated, rms_norm, split_heads
-from megatron_llama.model.nn.linear import ColumnLinear, RowLinear, column_linear
 from megatron_llama.model.nn.loss import argmax, cross_entropy
 from megatron_llama.model.nn.ops import PLAIN
 from megatron_llama.model.nn.rotary import rope_frequencies, rope_table
 from tools.overlap.loss import token_losses
-from torch import Tensor
 from torch.autograd import gradcheck
 
 from tests.harness import Cluster
-from tests.model.nn.spmd import numbers, part, replicated, tensor_mesh, weighted_total
+from tests.model.nn.spmd import numbers, tensor_mesh
 
-S, B, D, OUT = 4, 2, 6, 8
-
-
-def weights_of(layer: torch.nn.Module, weight: Tensor, bias: Tensor | None = None) -> None:
-    """Put graph tensors where a layer's parameters are."""
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is not None:
-            del layer._parameters[name]
-            setattr(layer, name, value)
-
-
-def check_column(place: Place, sequence_parallel: bool) -> None:
-    tp = tensor_mesh(place).tp
-
-    def output(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        layer = ColumnLinear(D, OUT, tp=tp, sequence_parallel=sequence_parallel, bias=True)
-        weights_of(layer, part(weight, tp), part(bias, tp))
-        return layer(part(x, tp) if sequence_parallel else x)
-
-    x, weight, bias = numbers(S, B, D, seed=1), numbers(OUT, D, seed=2), numbers(OUT, seed=3)
-    assert gradcheck(lambda *inputs: weighted_total(output(*inputs), tp, split=True), (x, weight, bias))
-    expected = F.linear(x, weight, bias).chunk(tp.size, -1)[tp.rank]
-    torch.testing.assert_close(output(x, weight, bias), expected, rtol=1e-12, atol=1e-12)
-    local = column_linear(part(x, tp) if sequence_parallel else x, part(weight, tp), tp, sequence_parallel=sequence_parallel)
-    torch.testing.assert_close(local, F.linear(x, weight).chunk(tp.size, -1)[tp.rank], rtol=1e-12, atol=1e-12)
-
-
-def check_row(place: Place, sequence_parallel: bool) -> None:
-    tp = tensor_mesh(place).tp
-
-    def output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        layer = RowLinear(D, OUT, tp=tp, sequence_parallel=sequence_parallel, bias=bias is not None)
-        weights_of(layer, part(weight, tp, dim=1), bias)
-        return layer(part(x, tp, dim=2))
-
-    def total(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # With sequence parallelism each rank adds the bias to other positions; else all do the same.
-        shared = replicated(bias) if bias is not None and sequence_parallel else bias
-        return weighted_total(output(x, weight, shared), tp, split=sequence_parallel)
-
-    x, weight, bias = numbers(S, B, D, seed=3), numbers(OUT, D, seed=4), numbers(OUT, seed=5)
-    for given in ((x, weight, None), (x, weight, bias)):
-        assert gradcheck(total, given)
-        whole = F.linear(*given)
-        expected = whole.chunk(tp.size)[tp.rank] if sequence_parallel else whole
-        torch.testing.assert_close(output(*given), expected, rtol=1e-12, atol=1e-12)
-
-
-def check_embedding(place: Place, sequence_parallel: bool) -> None:
-    tp = tensor_mesh(place).tp
-    ids = torch.tensor([[0, 9], [5, 4], [9, 9], [3, 0]])
-
-    def output(weight: Tensor, padding_idx: int | None = None) -> Tensor:
-        layer = VocabParallelEmbedding(10, D, tp=tp, sequence_parallel=sequence_parallel, padding_idx=padding_idx)
-        weights_of(layer, part(weight, tp))
-        return layer(ids)
-
-    weight = numbers(10, D, seed=5)
-    scales = numbers(S, B, D, seed=6).detach()
-    for padding_idx in (0, 9, 5, 8, None):
-        found = output(weight, padding_idx)
-        own = scales.chunk(tp.size)[tp.rank] if sequence_parallel else scales
-        [ours] = torch.autograd.grad((found * own).sum(), weight)
-        [theirs] = torch.autograd.grad((F.embedding(ids, weight, padding_idx) * scales).sum(), weight)
-        assert torch.equal(part(ours, tp), part(theirs, tp)) and bool(theirs.any()), padding_idx
-    assert gradcheck(lambda inputs: weighted_total(output(inputs), tp, split=sequence_parallel), (weight,))
-    whole = F.embedding(ids, weight)
-    expected = whole.chunk(tp.size)[tp.rank] if sequence_parallel else whole
-    assert torch.equal(output(weight), expected)
-
-
-def check_pairs(place: Place) -> None:
-    """The bare conjugate pairs: scatter_sequence of partial sums, reduce of partial sums."""
-    tp = tensor_mesh(place).tp
-    x = numbers(S, B, D, seed=6)
-
-    def partial(value: Tensor) -> Tensor:
-        return replicated(value) * (tp.rank + 1.0)
-
-    factor = sum(range(1, tp.size + 1))
-    torch.testing.assert_close(autograd.reduce(partial(x), tp), x * factor, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(autograd.scatter_sequence(partial(x), tp), x.chunk(tp.size)[tp.rank] * factor, rtol=1e-12, atol=1e-12)
-    assert gradcheck(lambda value: weighted_total(autograd.reduce(partial(value), tp), tp, split=False), (x,))
-    assert gradcheck(lambda value: weighted_total(autograd.scatter_sequence(partial(value), tp), tp, split=True), (x,))
+S, B, D = 4, 2, 6
 
 
 def check_cross_entropy(place: Place, dtype: torch.dtype, vocab: int, z_weight: float = 0.0) -> None:
@@ -140,20 +53,6 @@ def check_cross_entropy(place: Place, dtype: torch.dtype, vocab: int, z_weight: 
         leaf = logits.chunk(tp.size, -1)[tp.rank].clone().requires_grad_()
         (token_losses(leaf.clone(), labels, tp, vocab, z_weight=z_weight) * upstream).sum().backward()
         torch.testing.assert_close(leaf.grad, full, rtol=exact, atol=exact)
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("check", [check_column, check_row, check_embedding])
-def test_layer_gradients(cluster: Cluster, check: object, world_size: int, sequence_parallel: bool) -> None:
-    cluster.run(world_size, check, sequence_parallel)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_conjugate_pairs(cluster: Cluster, world_size: int) -> None:
-    cluster.run(world_size, check_pairs)
 
 
 @pytest.mark.few(4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from megatron_llama.engine.comm.recorder import Traffic
-from megatron_llama.engine.param_handle import attach_param_handle
 from megatron_llama.launch.launcher import Place
 from megatron_llama.model.nn.functional import gated, recomputable_add_norm, recomputable_gated, rms_norm
 from megatron_llama.model.nn.linear import column_linear
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from tests.harness import Cluster
 from tests.model.nn.dispatch import Dispatched
+from tests.model.nn.handle import Handle
 from tests.model.nn.spmd import numbers, tensor_mesh
 from tests.model.test_activation_memory import BATCH, FIELDS, Run, build, kept, several, storage
 from tests.parallel.cases import MODEL, SEQ_LENGTH, Layout, train, trainer
@@ -95,30 +95,6 @@ def test_what_is_computed_and_sent_again(cluster: Cluster, tp: int, sp: bool, la
         assert extra == {key: count for key, count in kinds.items() if count}
 
 
-class Kept:
-    """A handle that postpones everything."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.grad, self.work = torch.full_like(weight, torch.nan), list[Callable[[], None]]()
-        self.written = 0
-
-    def wait_unsharded(self) -> int:
-        return 0
-
-    def check_version(self, version: int) -> None:
-        assert version == 0
-
-    def grad_view(self) -> tuple[Tensor, float]:
-        return self.grad, float(self.written > 0)
-
-    def grad_written(self) -> None:
-        self.written += 1
-
-    def keep_wgrad(self, work: Callable[[], None]) -> bool:
-        self.work.append(work)
-        return True
-
-
 def tensors_of(work: Any) -> Iterator[Tensor]:
     if isinstance(work, Tensor):
         yield work
@@ -133,9 +109,7 @@ def deferred(place: Place, layout: Run) -> tuple[int, int]:
     """Bytes held between the halves of a split backward pass of the blocks of a stage: found, expected."""
     config = layout.config()
     _, stage = build(place, config)
-    weights = {weight: Kept(weight) for weight in stage.model.layers.parameters()}
-    for weight, handle in weights.items():
-        attach_param_handle(weight, handle)
+    weights = {weight: Handle(weight, put_off=True) for weight in stage.model.layers.parameters()}
     length = SEQ_LENGTH // (layout.tp if layout.sp else 1)
     x = torch.randn(length, BATCH, MODEL.hidden_size, dtype=compute_dtype(config), requires_grad=True)
     positions = stage.positions(SEQ_LENGTH, CPU)
@@ -175,8 +149,7 @@ def test_a_split_pass_makes_the_input_only_with_the_weight_gradient() -> None:
         return x * 2
 
     weight = torch.nn.Parameter(numbers(3, 4, seed=2).detach())
-    handle, x = Kept(weight), numbers(5, 2, 4, seed=1)
-    attach_param_handle(weight, handle)
+    handle, x = Handle(weight, put_off=True), numbers(5, 2, 4, seed=1)
     tp = tensor_mesh(Place(0, 1, 0)).tp
     column_linear(Recomputable(x * 2, make, (x.detach(),)), weight, tp, sequence_parallel=False).sum().backward()
     assert made == [] and torch.equal(x.grad, 2 * weight.sum(0).expand_as(x))

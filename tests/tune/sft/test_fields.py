@@ -234,6 +234,14 @@ def test_a_name_that_a_template_has_for_something_else(templated: Any, theirs: A
     )
 
 
+def test_templates_that_render_whole_messages(llama3: Path, tmp_path: Path) -> None:
+    """They name no field and render all of them."""
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}")
+    chat = ChatTokenizer(HFTokenizer(llama3 / "tokenizer.json"), str(tmp_path / "t.jinja"))
+    text = chat.read(read_example({"messages": [{**USER, "mood": "kind"}, {**ANSWER, "tool_calls": [CALL]}]}, "messages"), "assistant").text
+    assert '"mood": "kind"' in text and '"topic": "lists"' in text
+
+
 @pytest.mark.parametrize("kind", ["calls in one case", "a name that is read elsewhere"])
 def test_calls_that_are_named_and_not_rendered(kind: str, llama3: Path, tmp_path: Path) -> None:
     """A template that renders calls of the last message alone would leave those before it out."""

@@ -68,30 +68,6 @@ def test_ids_and_masks_are_those_of_transformers(name: str, kind: str, request: 
         assert 0 < sum(mask) < len(mask)
 
 
-@pytest.mark.parametrize("name", ["plain", "chatml", "llama2", "llama3"])
-def test_differences_find_the_same_answers(name: str, llama3: Path, tmp_path: Path) -> None:
-    """A template without marks: what each answer adds is what the marks enclose, and the end of its line."""
-    (tmp_path / "template.jinja").write_text(UNMARKED[name])
-    for messages in CONVERSATIONS:
-        marked, found = (ours(llama3, name, messages), ours(llama3, str(tmp_path / "template.jinja"), messages))
-        assert found.ids == marked.ids and found.text == marked.text
-        tokenizer = load_tokenizer(llama3)
-        more = [id for id, one, other in zip(found.ids, found.loss_mask, marked.loss_mask, strict=True) if one and not other]
-        lines = sum(message["role"] == "assistant" for message in messages) if name in ("plain", "chatml") else 0
-        assert tokenizer.decode(more) == "\n" * lines
-        assert not any(other and not one for one, other in zip(found.loss_mask, marked.loss_mask, strict=True))
-
-
-def test_loss_on_the_last_answer_and_on_all(llama3: Path, tmp_path: Path) -> None:
-    (tmp_path / "template.jinja").write_text(UNMARKED["llama3"])
-    for template in ("llama3", str(tmp_path / "template.jinja")):
-        last = ours(llama3, template, CONVERSATIONS[2], "last")
-        tokenizer = HFTokenizer(llama3 / "tokenizer.json")
-        loss_mask = [id for id, mark in zip(last.ids, last.loss_mask, strict=True) if mark]
-        assert [tokenizer.token(id) for id in loss_mask] == ["!", "<|eot_id|>"]
-        assert all(ours(llama3, template, CONVERSATIONS[2], "all").loss_mask)
-
-
 def test_sentencepiece_reads_special_tokens_in_templates(llama2: Path, tmp_path: Path) -> None:
     """The model file alone spells them as text; its twin does not."""
     (tmp_path / "tokenizer.model").write_bytes((llama2 / "tokenizer.model").read_bytes())
@@ -266,15 +242,6 @@ def test_content_that_is_null_is_not_there_for_a_template(llama3: Path, tmp_path
         else:
             text = auto.apply_chat_template(record["messages"], tools=TOOLS, chat_template=source, tokenize=False)
             assert tokenizer.read(read_example(record, "messages"), "all").text == text and "False[{" in text
-
-
-@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_has_the_names_of_transformers(name: str, llama3: Path) -> None:
-    source = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
-    messages = [CONVERSATIONS[0][0], {"role": "assistant", "content": "Yes.", name: "I know.", "note": None}]
-    theirs = AutoTokenizer.from_pretrained(llama3).apply_chat_template(messages, chat_template=source, tokenize=False)
-    assert ChatTemplate(source, "own", {}).render(messages).text == theirs
-    assert '"thinking": "I know."' in theirs and '"reasoning_content": "I know."' in theirs and "note" not in theirs
 
 
 def test_marks_inside_marks_are_refused() -> None:
