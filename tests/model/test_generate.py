@@ -17,7 +17,7 @@ from torch import Tensor
 GREEDY = Sampling(max_new_tokens=8, temperature=0.0, top_k=0, top_p=1.0)
 FREE = dataclasses.replace(GREEDY, temperature=1.0)
 MODEL = ModelConfig(
-    **{"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     head_dim=8, max_position_embeddings=16,
 )  # fmt: skip
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])

@@ -28,7 +28,7 @@ from tests.torch_twin import hf_model
 
 CONTEXT, LONGEST = 64, 96
 MODEL = ModelConfig(
-    **{"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     head_dim=16, max_position_embeddings=LONGEST, initializer_range=0.1,
 )  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": CONTEXT}

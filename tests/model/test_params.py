@@ -30,7 +30,7 @@ from torch import Tensor
 from tests.over_cases import over_cases
 
 GQA = ModelConfig(
-    **{"vocab_size": 301, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4},
+    vocab_size=301, hidden_size=24, intermediate_size=40, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
     head_dim=6, make_vocab_size_divisible_by=16,
 )  # fmt: skip
 TIED = ModelConfig(**(vars(GQA) | {"tie_word_embeddings": True, "num_key_value_heads": 8, "vocab_size": 320}))

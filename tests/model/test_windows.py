@@ -12,7 +12,7 @@ from megatron_llama.model.plan.zigzag import chunk_owner
 from megatron_llama.model.windows import layer_windows
 
 MODEL = ModelConfig(
-    **{"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
+    vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
     head_dim=8, sliding_window=512,
 )  # fmt: skip
 MIXED = replace(MODEL, layer_types=("sliding_attention", "full_attention", "sliding_attention"))

@@ -636,9 +636,9 @@ def documents_at_the_offset_of_the_first() -> AbstractContextManager[object]:
 
 
 SMALL: Mapping[str, object] = {
-    **{"vocab_size": 360, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "seq_length": 32, "micro_batch_size": 4, "global_batch_size": 4, "lr": 1e-3, "weight_decay": 0.1},
-}
+    "vocab_size": 360, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "seq_length": 32, "micro_batch_size": 4, "global_batch_size": 4, "lr": 1e-3, "weight_decay": 0.1,
+}  # fmt: skip
 """360 tokens are padded to 384, and over two tensor-parallel ranks to 512."""
 DOCUMENTS: Mapping[str, object] = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
 

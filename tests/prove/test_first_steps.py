@@ -23,9 +23,9 @@ from megatron_llama.train.setup.deciders import TEXT
 from tests.harness import Cluster
 
 OPTIONS: dict[str, object] = {
-    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300, "seq_length": 16},
-    **{"tensor_model_parallel_size": 2, "micro_batch_size": 1, "global_batch_size": 4, "lr": 1e-3},
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300, "seq_length": 16,
+    "tensor_model_parallel_size": 2, "micro_batch_size": 1, "global_batch_size": 4, "lr": 1e-3,
+}  # fmt: skip
 
 
 def train(place: Place, options: Mapping[str, object]) -> None:

@@ -22,14 +22,14 @@ from megatron_llama.prove.run import RankRecord
 from tests.harness import Cluster
 
 SMALL: dict[str, object] = {
-    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"vocab_size": 200, "seq_length": 24, "micro_batch_size": 1, "global_batch_size": 4, "lr": 1e-3},
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 200, "seq_length": 24, "micro_batch_size": 1, "global_batch_size": 4, "lr": 1e-3,
+}  # fmt: skip
 SPREAD: dict[str, object] = {
-    **{"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2, "bf16": True, "lr_decay_style": "cosine"},
-    **{"data_parallel_sharding_strategy": "optim_grads_params", "eval_interval": 2, "eval_iters": 1, "lr_warmup_iters": 1},
-    **{"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True},
-}
+    "tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2, "bf16": True, "lr_decay_style": "cosine",
+    "data_parallel_sharding_strategy": "optim_grads_params", "eval_interval": 2, "eval_iters": 1, "lr_warmup_iters": 1,
+    "reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True,
+}  # fmt: skip
 
 
 @pytest.mark.long

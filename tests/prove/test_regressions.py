@@ -20,8 +20,8 @@ from torch import Tensor
 from tests.harness import Cluster
 
 SMALL: dict[str, object] = {
-    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300, "seq_length": 16},
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300, "seq_length": 16,
+}  # fmt: skip
 REFUSED: dict[str, dict[str, object]] = {
     "it rolls back to checkpoints that nobody had named": {"on_bad_step": "rollback"},
     "its length is given in passes": {"epochs": 0.5},

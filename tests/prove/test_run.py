@@ -43,9 +43,9 @@ from tests.e2e.product import log, state
 from tests.harness import Cluster
 
 MODEL: Mapping[str, object] = {
-    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 280, "seq_length": 24},
-    **{"global_batch_size": 4, "lr": 1e-3, "eval_interval": 2, "eval_iters": 1},
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 280, "seq_length": 24,
+    "global_batch_size": 4, "lr": 1e-3, "eval_interval": 2, "eval_iters": 1,
+}  # fmt: skip
 BLEND = Case("blend", {**MODEL, "data_path": ("0.7", "web", "0.3", "code"), "lora_rank": 2, "bf16": True}, 2)
 
 

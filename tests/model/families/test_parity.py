@@ -17,18 +17,7 @@ from torch import Tensor
 
 from tests.harness import Cluster
 from tests.model.families.twins import FIXED, SIZES, TWINS, DrawnWeights, FamilyLayout, family_layouts, reference
-from tests.parallel.cases import (
-    LOSS_BOUND,
-    NORM_BOUND,
-    Record,
-    Reference,
-    deviation,
-    merged,
-    record,
-    token_ids,
-    train,
-    trainer,
-)
+from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, Record, Reference, deviation, merged, record, token_ids, train, trainer
 from tests.parallel.test_head import with_chunks
 from tests.parallel.test_lora import train_peft
 from tests.torch_twin import drawn

@@ -39,9 +39,9 @@ TEMPLATE = (
 )
 """Ends with the end token: ORPO's and CPO's trainers append one where none is."""
 MODEL = ModelConfig(
-    **{"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "initializer_range": 0.05},
-)
+    vocab_size=1000, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, initializer_range=0.05,
+)  # fmt: skip
 
 OPTIMIZER = replace(USUAL, lr=5e-4, adam_eps=1e-6)
 """An epsilon above the rounding of a gradient: with a smaller one an element that is all rounding makes a full step, in any run."""

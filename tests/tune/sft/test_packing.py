@@ -19,7 +19,7 @@ from torch import Tensor
 
 SEQ_LENGTH, VOCABULARY = 96, 160
 MODEL = ModelConfig(
-    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     vocab_size=VOCABULARY, max_position_embeddings=SEQ_LENGTH,
 )  # fmt: skip
 
