@@ -294,6 +294,11 @@ def test_the_embedding_decides_for_a_tied_head() -> None:
             assert all(s.trainable for s in specs_of(trained_units(stage_units(TIED, partition, stage), freeze=("lm_head.*",))))
 
 
+def test_a_part_of_a_fused_weight_freezes_nothing() -> None:
+    specs = specs_of(trained_units(stage_units(GQA, even(4, 1), 0), freeze=("*.q_proj.*", "*.up_proj.*")))
+    assert all(spec.trainable for spec in specs)
+
+
 def test_tied_embedding_is_one_parameter_on_one_rank_and_two_copies_on_several() -> None:
     for partition in (even(4, 1), around(4, 2), around(4, 1)):
         alone = [spec for stage in range(partition.stages) for spec in specs_of(stage_units(TIED, partition, stage))]
