@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_llama.config.schema import Config, LoraConfig, ModelConfig, ParallelConfig
+from megatron_llama.config.schema import Config, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_llama.engine.comm.recorder import Recorder
 from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.engine.plan.specs import HFSlice, ParamSpec, UnitSpec, rectangles
@@ -297,6 +297,14 @@ def test_the_embedding_decides_for_a_tied_head() -> None:
 def test_a_part_of_a_fused_weight_freezes_nothing() -> None:
     specs = specs_of(trained_units(stage_units(GQA, even(4, 1), 0), freeze=("*.q_proj.*", "*.up_proj.*")))
     assert all(spec.trainable for spec in specs)
+
+
+def test_a_rank_reads_the_patterns_of_its_configuration() -> None:
+    parallel, optimizer = ParallelConfig(pipeline_model_parallel_size=2), OptimizerConfig(freeze=("model.layers.2.*",))
+    config = Config(model=GQA, parallel=parallel, optimizer=optimizer)
+    units = [[unit for stage in rank_units(config, rank=rank) for unit in stage] for rank in (0, 1)]
+    trained = [[any(spec.trainable for spec in unit.params) for unit in held] for held in units]
+    assert trained == [[True, True, True], [False, True, True]]
 
 
 def test_tied_embedding_is_one_parameter_on_one_rank_and_two_copies_on_several() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from megatron_llama.engine.plan.specs import ParamSpec
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.model.llama import Stage
-from megatron_llama.model.load import load_stages
+from megatron_llama.model.llama import Stage, build_stages
+from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.model.plan.chunks import GRANULARITIES, Granularity
 from megatron_llama.model.plan.params import Partition, stage_units, whole_model
 from megatron_llama.model.plan.run_params import trained_units
@@ -18,8 +18,8 @@ from megatron_llama.schedule import Action, Op
 from torch import Tensor
 
 from tests.model.nn.handle import Handle
-from tests.model.test_params import even, paper_stage, specs_of
-from tests.parallel.cases import MODEL, token_ids
+from tests.model.test_params import even, paper_mesh, paper_stage, specs_of
+from tests.parallel.cases import MODEL, Layout, token_ids
 
 CPU = torch.device("cpu")
 
@@ -96,6 +96,19 @@ def test_a_split_pass_announces_what_a_whole_one_does(recompute: Granularity) ->
     # Norms of blocks that recompute them for the input of a matrix: they are resident, so it is no use.
     assert accesses == [] and (reads == []) is (recompute != "selective")
     assert all(torch.equal(one.grad, other.grad) for one, other in zip(split.handles, whole_pass.handles, strict=True))
+
+
+def test_a_tied_head_is_the_embedding_when_both_ends_are_here() -> None:
+    config = Layout(pp=2, virtual=2, schedule="zb-v", tied=True).config()
+    mesh = paper_mesh(1, 0, 2, 0)
+    stages = build_stages(config, mesh)
+    assert list(stages) == [0, 3] and not stages[3].is_first and stages[3].is_last
+    load_stages(stages.values(), rank_specs(config, mesh), InitialWeights(5, 0.1), dtype=torch.float32, device=CPU)
+    assert stages[3].head_weight is stages[0].get_parameter("model.embed_tokens.weight")
+    assert [name for name, _ in stages[3].named_parameters() if "embed" in name or "lm_head" in name] == []
+    assert list(build_stages(config, paper_mesh(1, 0, 2, 1))) == [1, 2]
+    apart = build_stages(Layout(pp=2, tied=True).config(), paper_mesh(1, 0, 2, 1))
+    assert apart[1].head_weight is apart[1].get_parameter("lm_head.weight")
 
 
 @pytest.mark.parametrize("recompute", GRANULARITIES)

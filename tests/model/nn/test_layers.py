@@ -8,8 +8,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.launch.launcher import Place
 from megatron_llama.model.nn.functional import gated, rms_norm, split_heads
+from megatron_llama.model.nn.linear import RowLinear
 from megatron_llama.model.nn.loss import argmax, cross_entropy
 from megatron_llama.model.nn.ops import PLAIN
 from megatron_llama.model.nn.rotary import rope_frequencies, rope_table
@@ -106,6 +108,13 @@ def test_rms_norm(dtype: torch.dtype, one_plus: bool) -> None:
         assert all(leaf.grad is not None and leaf.grad.dtype is dtype for leaf in leaves)
     for one, other in zip(ours, torchs, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=tolerance, atol=4 * tolerance)
+
+
+def test_an_axis_of_one_rank_records_no_traffic() -> None:
+    mesh = Mesh.single()
+    layer = RowLinear(D, D, tp=mesh.tp, sequence_parallel=True).requires_grad_()
+    layer(numbers(S, B, D, seed=20).float()).sum().backward()
+    assert mesh.recorder.traffic == {}
 
 
 ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
