@@ -268,7 +268,7 @@ def test_the_planned_command_line_is_valid(capsys: pytest.CaptureFixture[str]) -
         ([*plan_command("llama2-13b", 1, 8, 2048), "--optimizer-offload", "none"], "--gpus 4 would do"),
         ([*SMALL, "--micro-batch-size", "1", "--html", "/no/a.html"], "--html: got [Errno 2]"),
         (["plan", "trace", "--gpus", "8"], "--model: got nothing"),
-        (["plan", "trace", *SMALL[1:], "--tensor-model-parallel-size", "3"], "tensor"),
+        (["plan", "trace", *plan_command("llama2-7b", 6, 8, 4096)[1:], "--tensor-model-parallel-size", "4"], "tensor"),
         (["plan", "trace", *SMALL[1:], "--optimizer-offload", "exact"], "--optimizer-offload"),
         ([*AUTO, "--world-size", "16", "--gpu", "h1000"], "--gpu: got h1000"),
         ([*AUTO[:3], *AUTO[5:], "--world-size", "16", "--gpu", "h100"], "--global-batch-size: got nothing, expected samples in a step"),
