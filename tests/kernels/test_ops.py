@@ -12,39 +12,26 @@ from tests.kernels.closeness import DTYPES, as_near_as_torch, draw, error
 
 pytestmark = pytest.mark.kernels
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-SHAPES = ((1, 1, 1), (3, 2, 96), (37, 1, 130), (2, 3, 1024))
-ROWS = pytest.mark.parametrize("shape", SHAPES, ids=str)
+ROWS = pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 96), (37, 1, 130), (2, 3, 1024)], ids=str)
 
 
-BESIDE = pytest.mark.parametrize("beside", [False, True], ids=["alone", "with the residual stream"])
 ONE_PLUS = pytest.mark.parametrize("one_plus", [False, True], ids=["weight", "1 + weight"])
 
 
 @EACH_DTYPE
-@ROWS
-@BESIDE
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 96), (37, 1, 130), (2, 3, 1024), (3, 1, 16384)], ids=str)
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "with the residual stream"])
 @ONE_PLUS
 def test_norm(one_plus: bool, beside: bool, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """The sum is torch's bit for bit."""
-    from megatron_llama.model.nn.kernels.norm import add_norm
+    from megatron_llama.model.nn.kernels.norm import add_norm, norm_backward
 
-    x, delta = (draw(*shape, seed=seed, device=device, dtype=dtype) for seed in (1, 2))
-    given = (x, delta if beside else None, weight(shape, dtype, device, one_plus), 1e-5, one_plus)
-    assert torch.equal(add_norm(*given)[0], x + delta if beside else x)
-    as_near_as_torch(add_norm, ops.add_norm, given)
-
-
-@EACH_DTYPE
-@pytest.mark.parametrize("shape", [*SHAPES, (3, 1, 16384)], ids=str)
-@BESIDE
-@ONE_PLUS
-def test_norm_backward(one_plus: bool, beside: bool, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    from megatron_llama.model.nn.kernels.norm import norm_backward
-
-    grad, stream, total = (draw(*shape, seed=seed, device=device, dtype=dtype) for seed in (1, 2, 3))
-    scale = ops.add_norm(total, None, weight(shape, dtype, device, one_plus), 1e-5, one_plus)[2]
-    given = (grad, stream if beside else None, total, weight(shape, dtype, device, one_plus), scale, one_plus)
-    as_near_as_torch(norm_backward, ops.norm_backward, given)
+    x, stream, grad = (draw(*shape, seed=seed, device=device, dtype=dtype) for seed in (1, 2, 3))
+    other, scales = stream if beside else None, weight(shape, dtype, device, one_plus)
+    assert torch.equal(add_norm(x, other, scales, 1e-5, one_plus)[0], x + stream if beside else x)
+    as_near_as_torch(add_norm, ops.add_norm, (x, other, scales, 1e-5, one_plus))
+    scale = ops.add_norm(x, None, scales, 1e-5, one_plus)[2]
+    as_near_as_torch(norm_backward, ops.norm_backward, (grad, other, x, scales, scale, one_plus))
 
 
 def weight(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, one_plus: bool) -> Tensor:
@@ -170,26 +157,16 @@ def test_cross_entropy_of_a_part(first: int, valid: int, dtype: torch.dtype, dev
     assert error(scores, expected) < 8 * torch.finfo(dtype).eps
 
 
-def test_one_weight_for_all_rows(device: torch.device) -> None:
-    """As the runtime gives it: expanded, in one place of memory."""
+def test_scores_that_are_odd(device: torch.device) -> None:
+    """One weight for all rows as the runtime gives it: expanded, in one place of memory. No number is seen; strided ones are refused."""
     from megatron_llama.model.nn.kernels.cross_entropy import cross_entropy
 
     scores, labels = draw(5, 9, seed=1, device=device), torch.arange(10, device=device)[::2]
     as_near_as_torch(cross_entropy, ops.cross_entropy, (scores, labels, torch.full((), 0.2, device=device).expand(5), 9, 0.0))
-
-
-def test_a_score_that_is_no_number_is_seen(device: torch.device) -> None:
-    from megatron_llama.model.nn.kernels.cross_entropy import cross_entropy
-
     for bad in (float("nan"), float("inf")):
         scores = draw(3, 9, seed=1, device=device)
         scores[1, 4] = bad
         losses = cross_entropy(scores, torch.zeros(3, dtype=torch.int64, device=device), torch.ones(3, device=device), 9, 0.0)
         assert losses.isfinite().tolist() == [True, False, True]
-
-
-def test_strided_scores_are_refused(device: torch.device) -> None:
-    from megatron_llama.model.nn.kernels.cross_entropy import cross_entropy
-
     with pytest.raises(ValueError, match="contiguous"):
         cross_entropy(draw(4, 6, seed=1, device=device)[:, :5], torch.zeros(4), torch.ones(4), 5, 0.0)

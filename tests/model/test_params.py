@@ -30,20 +30,15 @@ from torch import Tensor
 from tests.over_cases import over_cases
 
 GQA = ModelConfig(
-    vocab_size=301,
-    hidden_size=24,
-    intermediate_size=40,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=6,
-    make_vocab_size_divisible_by=16,
-)
+    vocab_size=301, hidden_size=24, intermediate_size=40, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+    head_dim=6, make_vocab_size_divisible_by=16,
+)  # fmt: skip
 TIED = ModelConfig(**(vars(GQA) | {"tie_word_embeddings": True, "num_key_value_heads": 8, "vocab_size": 320}))
 ONE_KV_HEAD = replace(GQA, num_key_value_heads=1)
 GRIDS = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4)]
 models = pytest.mark.parametrize("model", [GQA, TIED, ONE_KV_HEAD], ids=["gqa", "tied", "one kv head"])
 FAMILIES = {
+    "gqa": GQA,
     "all biases": replace(GQA, attention_bias=True, mlp_bias=True),
     "qwen2": replace(GQA, model_type="qwen2", add_qkv_bias=True),
     "qwen3": replace(GQA, model_type="qwen3", qk_norm="head"),
@@ -52,6 +47,7 @@ FAMILIES = {
     "olmo2": replace(GQA, model_type="olmo2", qk_norm="projection", norm_position="after"),
 }
 FAMILIES |= {f"{name}, one kv head": replace(model, num_key_value_heads=1) for name, model in FAMILIES.items()}
+FAMILIES["tied"] = TIED
 families = pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES.keys())
 
 
@@ -159,19 +155,25 @@ def by_our_names(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (4, 1), (8, 1)])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (4, 1), (8, 1), (1, 4)])
 @families
 def test_tensors_of_every_family(model: ModelConfig, tp: int, pp: int) -> None:
-    ours = by_our_names(hf_tensors(model), model)
+    hf = hf_tensors(model)
+    ours = by_our_names(hf, model)
     seen: set[int] = set()
     for rank, stage in itertools.product(range(tp), range(pp)):
         for spec in specs_of(stage_units(model, even(4, pp), stage, tp=tp, tp_rank=rank)):
             rebuilt = torch.full((spec.numel,), -1)
-            for piece in rectangles(spec, 0, spec.numel):
-                tensor = hf_tensors(model)[piece.name]
-                assert piece.shape == tuple(tensor.shape)
-                window = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.size, strict=True))
-                rebuilt[piece.start : piece.start + piece.numel] = tensor[window].flatten()
+            # Uneven cuts: the pieces start and end inside rows.
+            cuts = sorted({0, 1, spec.numel // 3, spec.numel // 2 + 1, spec.numel})
+            for low, high in itertools.pairwise(cuts):
+                pieces = list(rectangles(spec, low, high))
+                assert len(pieces) <= 3 * len(spec.slices)
+                for piece in pieces:
+                    tensor = hf[piece.name]
+                    assert piece.shape == tuple(tensor.shape) and low <= piece.start and piece.start + piece.numel <= high
+                    window = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.size, strict=True))
+                    rebuilt[piece.start : piece.start + piece.numel] = tensor[window].flatten()
             assert torch.equal(rebuilt.view(spec.shape), local_parameter(spec.name, ours, model, tp, rank)), spec.name
             assert spec.decay == (len(spec.shape) > 1) == (not spec.resident)
             seen |= set(rebuilt.tolist())
@@ -182,8 +184,9 @@ def test_tensors_of_every_family(model: ModelConfig, tp: int, pp: int) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [1, 4, 8])
 @families
-def test_vectors_that_several_ranks_hold(model: ModelConfig, tp: int, sequence_parallel: bool) -> None:
-    """By what each rank applies them to: all of them to their own heads, or to their part of the sequence."""
+def test_what_several_ranks_hold(model: ModelConfig, tp: int, sequence_parallel: bool) -> None:
+    """Vectors by what each rank applies them to: all of them to their own heads, or to their part of the sequence. Of matrices those of key
+    and value heads that neighbours share."""
     shared = kv_copies(model, tp)
     for spec in specs_of(stage_units(model, even(4, 1), 0, tp=tp, sequence_parallel=sequence_parallel)):
         _, _, module = spec.name.removesuffix(".bias").removesuffix(".weight").rpartition(".")
@@ -194,6 +197,8 @@ def test_vectors_that_several_ranks_hold(model: ModelConfig, tp: int, sequence_p
         if len(spec.shape) == 1:
             expected = split.get(module, (tp, whole.get(module, sequence_parallel and tp > 1)))
             assert (spec.copies, spec.partial_grad) == expected, spec.name
+        else:
+            assert (spec.copies, spec.partial_grad) == split.get(module, (1, False)), spec.name
 
 
 def test_a_fused_tensor_of_huggingface_has_one_addition() -> None:
@@ -212,37 +217,11 @@ def test_a_fused_tensor_of_huggingface_has_one_addition() -> None:
     assert [(part.row, part.rows, part.hf_row) for part in second.slices] == [(0, 24, 24), (24, 12, 60), (36, 12, 84)]
 
 
-@pytest.mark.parametrize(("tp", "pp"), GRIDS)
-@models
-def test_rectangles_point_at_the_right_elements(model: ModelConfig, tp: int, pp: int) -> None:
-    hf = hf_tensors(model)
-    for rank, stage in itertools.product(range(tp), range(pp)):
-        for spec in specs_of(stage_units(model, even(4, pp), stage, tp=tp, tp_rank=rank)):
-            rebuilt = torch.full((spec.numel,), -1)
-            # Uneven cuts: the pieces start and end inside rows.
-            cuts = sorted({0, 1, spec.numel // 3, spec.numel // 2 + 1, spec.numel})
-            for low, high in itertools.pairwise(cuts):
-                pieces = list(rectangles(spec, low, high))
-                assert len(pieces) <= 3 * len(spec.slices)
-                for piece in pieces:
-                    assert low <= piece.start and piece.start + piece.numel <= high
-                    block = tuple(slice(o, o + s) for o, s in zip(piece.offset, piece.size, strict=True))
-                    rebuilt[piece.start : piece.start + piece.numel] = hf[piece.name][block].reshape(-1)
-            assert torch.equal(rebuilt.view(spec.shape), local_parameter(spec.name, hf, model, tp, rank)), spec.name
-
-
-def test_equal_shares() -> None:
-    for layers, stages in ((4, 1), (4, 2), (12, 3), (80, 8)):
-        ranges = split_layers(layers, stages)
-        assert [layer for part in ranges for layer in part] == list(range(layers))
-        assert {len(part) for part in ranges} == {layers // stages}
-
-
 @pytest.mark.parametrize(
     ("layers", "stages", "options", "counts"),
     [
+        (12, 3, {}, [4, 4, 4]),
         (7, 3, {"explicit": (1, 4, 2)}, [1, 4, 2]),
-        (4, 1, {"explicit": (4,)}, [4]),
         (7, 4, {"first": 1}, [1, 2, 2, 2]),
         (7, 4, {"last": 1}, [2, 2, 2, 1]),
         (14, 4, {"first": 1, "last": 1}, [3, 4, 4, 3]),
@@ -250,10 +229,14 @@ def test_equal_shares() -> None:
         (5, 1, {"first": 1, "last": 1}, [5]),
     ],
 )
-def test_uneven_shares(layers: int, stages: int, options: dict[str, object], counts: list[int]) -> None:
+def test_shares_of_layers(layers: int, stages: int, options: dict[str, object], counts: list[int]) -> None:
     ranges = split_layers(layers, stages, **options)
     assert [len(part) for part in ranges] == counts
     assert [layer for part in ranges for layer in part] == list(range(layers))
+
+
+VIRTUAL = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
 
 
 @pytest.mark.parametrize(
@@ -261,23 +244,9 @@ def test_uneven_shares(layers: int, stages: int, options: dict[str, object], cou
     [
         ({"pipeline_model_parallel_size": 2}, 4, [[0, 1], [2, 3]]),
         ({"pipeline_model_parallel_size": 2, "pipeline_layer_split": (3, 1)}, 4, [[0, 1, 2], [3]]),
-        (
-            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved"},
-            8,
-            [[0, 1, 4, 5], [2, 3, 6, 7]],
-        ),
-        (
-            {
-                "pipeline_model_parallel_size": 2,
-                "virtual_pipeline_model_parallel_size": 2,
-                "pipeline_schedule": "interleaved",
-                "account_for_embedding_in_pipeline_split": True,
-                "account_for_loss_in_pipeline_split": True,
-            },
-            6,
-            [[0, 3, 4], [1, 2, 5]],
-        ),
-        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"}, 4, [[0, 3], [1, 2]]),
+        ({**VIRTUAL, "pipeline_schedule": "interleaved"}, 8, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        ({**VIRTUAL, "pipeline_schedule": "interleaved", **ENDS}, 6, [[0, 3, 4], [1, 2, 5]]),
+        ({**VIRTUAL, "pipeline_schedule": "zb-v"}, 4, [[0, 3], [1, 2]]),
     ],
     ids=["equal", "listed", "interleaved", "interleaved, ends counted", "zb-v"],
 )
@@ -289,28 +258,6 @@ def test_a_rank_holds_the_blocks_of_all_its_stages(options: dict[str, object], l
     partition = partition_of(config)
     assert sorted(stage for rank in range(2) for stage in partition.stages_of(rank)) == list(range(partition.stages))
     assert partition.first_and_last_share_rank == (options.get("pipeline_schedule") == "zb-v")
-
-
-@pytest.mark.parametrize(("tp", "kv_heads", "copies"), [(4, 4, 1), (4, 8, 1), (4, 2, 2), (8, 2, 4), (4, 1, 4), (1, 1, 1)])
-def test_shared_key_value_heads_are_marked_as_copies_with_partial_gradients(tp: int, kv_heads: int, copies: int) -> None:
-    model = replace(GQA, num_key_value_heads=kv_heads)
-    assert kv_copies(model, tp) == copies
-    for rank in range(tp):
-        specs = {spec.name.split(".")[-2]: spec for spec in specs_of(stage_units(model, even(4, 1), 0, tp=tp, tp_rank=rank))}
-        assert ("kv_proj" in specs, "qkv_proj" in specs) == (copies > 1, copies == 1)
-        shared = {name for name, spec in specs.items() if spec.copies > 1 and spec.partial_grad}
-        assert shared == ({"kv_proj"} if copies > 1 else set())
-        if copies > 1:
-            assert specs["kv_proj"].copies == copies and specs["q_proj"].copies == 1
-            assert specs["kv_proj"].shape == (2 * model.head_dim, model.hidden_size)
-            assert specs["q_proj"].shape == (8 * model.head_dim // tp, model.hidden_size)
-
-
-def test_norms_are_copies_whose_gradients_are_partial_only_under_sequence_parallelism() -> None:
-    for tp, sequence_parallel, expected in ((1, True, (1, False)), (2, False, (2, False)), (2, True, (2, True))):
-        specs = specs_of(stage_units(GQA, even(4, 1), 0, tp=tp, sequence_parallel=sequence_parallel))
-        assert {(spec.copies, spec.partial_grad) for spec in specs if not spec.decay} == {expected}
-        assert {(spec.copies, spec.partial_grad) for spec in specs if spec.decay} == {(1, False)}
 
 
 def frozen_of(model: ModelConfig, partition: Partition, tp: int, freeze: tuple[str, ...]) -> set[str]:
@@ -353,43 +300,11 @@ def test_a_part_of_a_fused_weight_freezes_nothing() -> None:
 
 
 def test_a_rank_reads_the_patterns_of_its_configuration() -> None:
-    config = Config(
-        model=GQA, parallel=ParallelConfig(pipeline_model_parallel_size=2), optimizer=OptimizerConfig(freeze=("model.layers.2.*",))
-    )
-    trained = [
-        [any(spec.trainable for spec in unit.params) for units in rank_units(config, rank=rank) for unit in units] for rank in (0, 1)
-    ]
+    parallel, optimizer = ParallelConfig(pipeline_model_parallel_size=2), OptimizerConfig(freeze=("model.layers.2.*",))
+    config = Config(model=GQA, parallel=parallel, optimizer=optimizer)
+    units = [[unit for stage in rank_units(config, rank=rank) for unit in stage] for rank in (0, 1)]
+    trained = [[any(spec.trainable for spec in unit.params) for unit in held] for held in units]
     assert trained == [[True, True, True], [False, True, True]]
-
-
-@pytest.mark.parametrize(
-    ("count", "vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "tied"),
-    [
-        (6_738_415_616, 32000, 4096, 11008, 32, 32, 32, 128, False),  # Llama-2 7B
-        (68_976_648_192, 32000, 8192, 28672, 80, 64, 8, 128, False),  # Llama-2 70B
-        (8_030_261_248, 128256, 4096, 14336, 32, 32, 8, 128, False),  # Llama-3.1 8B
-        (1_235_814_400, 128256, 2048, 8192, 16, 32, 8, 64, True),  # Llama-3.2 1B
-    ],
-)
-def test_parameter_counts_are_the_published_ones(
-    count: int, vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int, tied: bool
-) -> None:
-    model = ModelConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        tie_word_embeddings=tied,
-    )
-    assert parameter_count(model) == count
-
-
-def test_padded_vocabulary() -> None:
-    assert [padded_vocab_size(GQA, tp) for tp in (1, 2, 4)] == [304, 320, 320]
-    assert padded_vocab_size(TIED, 4) == 320
 
 
 def test_tied_embedding_is_one_parameter_on_one_rank_and_two_copies_on_several() -> None:

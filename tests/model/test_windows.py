@@ -12,27 +12,15 @@ from megatron_llama.model.plan.zigzag import chunk_owner
 from megatron_llama.model.windows import layer_windows
 
 MODEL = ModelConfig(
-    vocab_size=100,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    sliding_window=512,
-)
+    vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=8, sliding_window=512,
+)  # fmt: skip
 MIXED = replace(MODEL, layer_types=("sliding_attention", "full_attention", "sliding_attention"))
 
 
 def pairs(length: int, window: int) -> int:
     """Queries and keys that they see, each query half of itself: the convention of s * s / 2 for a whole sequence."""
     return sum(min(place, window) for place in range(length)) if window else length * (length - 1) // 2
-
-
-def test_windows_of_layers() -> None:
-    assert layer_windows(MODEL) == (512, 512, 512)
-    assert layer_windows(MIXED) == (512, 0, 512)
-    assert layer_windows(replace(MODEL, sliding_window=0)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("model", [MODEL, MIXED], ids=["all layers", "some layers"])

@@ -9,12 +9,11 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_llama.config.schema import Config, TrainingConfig
 from megatron_llama.errors import ConfigError, DataError
 from megatron_llama.metrics.events import END, FAULT, REWIND, START, EventFile
 from megatron_llama.planner.calibration import as_json, calibration_of, read_calibration
@@ -23,7 +22,7 @@ from megatron_llama.planner.run.page import report_page
 from megatron_llama.planner.run.summary import summaries_as_json, summary_of
 from megatron_llama.train.run.timeline_file import Recorded, Span, read_timeline, write_timeline
 
-from tests.planner.test_run_page import MODEL, start
+from tests.planner.test_run_page import MODEL, config_of, start
 
 
 def nested(depth: int) -> Any:
@@ -33,26 +32,8 @@ def nested(depth: int) -> Any:
     return value
 
 
-HARMS: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    0,
-    2.5,
-    5e-324,
-    1e308,
-    10**18,
-    10**400,
-    math.nan,
-    math.inf,
-    "x",
-    "<script>",
-    [],
-    {},
-    {"a": 1},
-    nested(90),
-    nested(900),
-)
+HARMS: tuple[Any, ...] = (None, True, -1, 0, 2.5, 5e-324, 1e308, 10**18, 10**400, math.nan, math.inf, "x", "<script>", [], {}, {"a": 1})
+HARMS += (nested(90), nested(900))
 
 
 def harmed(content: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -75,45 +56,35 @@ def show(folder: Path) -> tuple[str, ...]:
     return summary.run.problems
 
 
-STEP = {
-    "iteration": 3,
-    "learning_rate": 1e-3,
-    "lm_loss": 2.0,
-    "grad_norm": 1.0,
-    "global_batch_size": 8,
-    "consumed_samples": 24,
-    "elapsed_ms": 100.0,
-    "skipped_iterations": 0,
-    "data_parallel_bytes": 1000,
-    "peak_memory_bytes": 10**9,
-    "time": "2026-01-01T00:00:03",
-}
+STEP = {"iteration": 3, "learning_rate": 1e-3, "lm_loss": 2.0, "grad_norm": 1.0, "global_batch_size": 8, "consumed_samples": 24}
+STEP |= {"elapsed_ms": 100.0, "skipped_iterations": 0, "data_parallel_bytes": 1000, "peak_memory_bytes": 10**9}
+STEP["time"] = "2026-01-01T00:00:03"
 
 
-def test_each_field_of_a_log_line(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    before = json.dumps({**STEP, "iteration": 2, "time": "2026-01-01T00:00:02"})
-    cases = list(harmed(STEP))
-    assert len(cases) > 150
+def show_all(folder: Path, cases: Iterable[tuple[str, dict[str, Any]]], file: str, before: str) -> None:
+    """A run for each harmed line, which stands behind a sound one."""
     for where, line in cases:
-        log.write_text(f"{before}\n{json.dumps(line)}\n")
+        (folder / file).write_text(f"{before}\n{json.dumps(line)}\n")
         try:
-            show(tmp_path)
+            show(folder)
         except Exception as error:
             raise AssertionError(f"{where}: {error!r}") from error
 
 
+def test_each_field_of_a_log_line(tmp_path: Path) -> None:
+    before = json.dumps({**STEP, "iteration": 2, "time": "2026-01-01T00:00:02"})
+    cases = list(harmed(STEP))
+    assert len(cases) > 150
+    show_all(tmp_path, cases, "log.jsonl", before)
+
+
 @pytest.mark.long
 def test_each_field_of_an_event(tmp_path: Path) -> None:
-    config = Config(model=MODEL, training=TrainingConfig(train_iters=20, global_batch_size=8, seq_length=2048, bf16=True))
+    config = config_of(20, seq_length=2048, bf16=True)
     whole = start(config, data=[{"name": "a", "weight": 1, "samples": 10, "is": {"documents": 3}}])
     sections = {name: part for name, part in whole["config"].items() if name in ("model", "parallel")}
-    whole["config"] = {
-        **whole["config"],
-        "training": {"seq_length": 2048, "micro_batch_size": 1, "train_iters": 20, "global_batch_size": 8, "bf16": True},
-    }
+    whole["config"]["training"] = {"seq_length": 2048, "micro_batch_size": 1, "train_iters": 20, "global_batch_size": 8, "bf16": True}
     few = {name: {key: part[key] for key in list(part)[:12:2]} for name, part in sections.items()}
-    events = tmp_path / "events.jsonl"
     (tmp_path / "log.jsonl").write_text(json.dumps(STEP) + "\n")
     lines = [
         *harmed({"event": START, "time": "2026-01-01T00:00:00", **{**whole, "config": few}}),
@@ -122,12 +93,7 @@ def test_each_field_of_an_event(tmp_path: Path) -> None:
         *harmed({"event": END, "time": "2026-01-01T00:00:01", "reason": "signal", "iteration": 3, "error": None}),
     ]
     sound = json.dumps({"event": START, "time": "2026-01-01T00:00:00", **whole})
-    for where, line in lines[::7]:
-        events.write_text(f"{sound}\n{json.dumps(line)}\n")
-        try:
-            show(tmp_path)
-        except Exception as error:
-            raise AssertionError(f"{where}: {error!r}") from error
+    show_all(tmp_path, lines[::7], "events.jsonl", sound)
 
 
 @pytest.mark.parametrize(
@@ -165,10 +131,7 @@ def test_what_is_no_file_is_named(place: Callable[[Path], None], tmp_path: Path)
 
 
 def test_a_billion_layers_get_no_plan(tmp_path: Path) -> None:
-    config = Config(
-        model=dataclasses.replace(MODEL, num_hidden_layers=10**9),
-        training=TrainingConfig(train_iters=5, global_batch_size=8, seq_length=64),
-    )
+    config = dataclasses.replace(config_of(5), model=dataclasses.replace(MODEL, num_hidden_layers=10**9))
     EventFile(tmp_path).append(START, **start(config))
     plan = summary_of(read_run(str(tmp_path)), None).plan
     assert isinstance(plan, str) and "--num-hidden-layers: got 1000000000, expected at most 2,048" in plan
@@ -215,17 +178,14 @@ def test_each_field_of_a_timeline(tmp_path: Path) -> None:
         )
 
 
-def test_a_calibration_that_has_no_end(tmp_path: Path) -> None:
-    (tmp_path / "own.json").symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match="no regular file"):
-        read_calibration(tmp_path / "own.json")
-
-
 def test_timelines_that_are_larger_inside(tmp_path: Path) -> None:
     path = tmp_path / "run.json.gz"
     path.write_bytes(gzip.compress(b" " * 200_000_000, 9))
     with pytest.raises(ConfigError, match=r"it unpacks to more than [\d,]+ bytes"):
         read_timeline(path)
+    (tmp_path / "own.json").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="no regular file"):
+        read_calibration(tmp_path / "own.json")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="no regular file"):
         read_timeline(tmp_path / "pipe")

@@ -36,17 +36,10 @@ from megatron_llama.train.run.timeline_file import (
 
 from tests.planner.test_plan import planned
 
+SVG = "{http://www.w3.org/2000/svg}"
 PLAN = ["plan", "--model", "llama2-7b", "--gpus", "16", "--global-batch-size", "64", "--seq-length", "4096"]
-PIPED = [
-    "--tensor-model-parallel-size",
-    "2",
-    "--pipeline-model-parallel-size",
-    "4",
-    "--micro-batch-size",
-    "1",
-    "--recompute-granularity",
-    "none",
-]
+PIPED = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "1"]
+PIPED += ["--recompute-granularity", "none"]
 
 
 class Read(HTMLParser):
@@ -110,11 +103,12 @@ def test_what_no_pixel_shows_is_left_out() -> None:
     assert 500 < text.count('class="b"') < 1500 and "<title>long</title>" in text
 
 
-def test_a_plan_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_as_a_page_and_a_drawing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Table, pipeline, time and memory of what the terminal shows; the same file every time."""
     texts = []
     for name in ("a.html", "b.html"):
-        assert main([*PLAN, *PIPED, "--top", "3", "--html", str(tmp_path / name), "--json", str(tmp_path / "plan.json")]) == 0
+        files = ["--html", str(tmp_path / name), "--json", str(tmp_path / "plan.json"), "--svg", str(tmp_path / "a.svg")]
+        assert main([*PLAN, *PIPED, "--top", "3", *files]) == 0
         texts.append((tmp_path / name).read_text())
     assert texts[0] == texts[1]
     found, layouts = alone(texts[0]), json.loads((tmp_path / "plan.json").read_text())["layouts"]
@@ -128,28 +122,10 @@ def test_a_plan_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     tips = [text for text in found.texts if text.startswith("forward ")]
     assert len(tips) % 8 == 0 and all(re.fullmatch(r"forward \d+, stage \d+: [\d.]+ ms", tip) for tip in tips)
     assert {f"pp rank {rank}" for rank in range(4)} <= set(found.texts) and "usable of a h100" in found.texts
+    titles = [title.text or "" for title in ElementTree.fromstring((tmp_path / "a.svg").read_text()).iter(f"{SVG}title")]
+    assert [tip for tip in titles if tip.startswith("forward ")] == tips
     memory = layouts[0]["memory_bytes"]
     assert all(f"{name}: {size / 2**30:.3f} GiB" in found.texts for name, size in memory.items() if size)
-
-
-def test_a_plan_as_a_drawing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file of its own: the pipeline of the page, what its colours mean, and the style of its classes."""
-    words = [*PLAN, *PIPED, "--explain", "mbs1/1f1b/optim", "--html", str(tmp_path / "a.html"), "--svg", str(tmp_path / "a.svg")]
-    assert main(words) == 0
-    root = ElementTree.fromstring((tmp_path / "a.svg").read_text())
-    space = "{http://www.w3.org/2000/svg}"
-    tips = [title.text for title in root.iter(f"{space}title")]
-    assert [tip for tip in alone((tmp_path / "a.html").read_text()).texts if tip.startswith("forward ")] == [
-        tip for tip in tips if tip is not None and tip.startswith("forward ")
-    ]
-    texts = [item.text for item in root.iter(f"{space}text")]
-    assert {"forward", "backward", "updates", "pp rank 3"} <= set(texts) and str(texts[0]).endswith("/mbs1/1f1b/optim/recompute-none")
-    assert "text.n" in str(next(root.iter(f"{space}style")).text)
-
-
-def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PLAN, *PIPED, "--explain", "mbs1/1f1b/optim", "--html", str(tmp_path / "no" / "a.html")]) == 2
-    assert "--html: got [Errno 2]" in capsys.readouterr().err
 
 
 def recorded(plan: Candidate, slower: Mapping[tuple[Op, int], float], *, device: str = "NVIDIA H100 80GB HBM3") -> Recorded:
@@ -247,11 +223,8 @@ def test_a_comparison_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
         write_timeline(tmp_path / name, recorded(plan, {(Op.BACKWARD, 2): 3.0}))
     pages, shown = [], []
     for name in ("run.json", "run.json.gz"):
-        assert (
-            main(["plan", "compare", str(tmp_path / name), "--html", str(tmp_path / "page.html"), "--json", str(tmp_path / "page.json")])
-            == 0
-        )
-        assert main(["plan", "compare", str(tmp_path / name), "--svg", str(tmp_path / "page.svg")]) == 0
+        files = ["--html", str(tmp_path / "page.html"), "--json", str(tmp_path / "page.json"), "--svg", str(tmp_path / "page.svg")]
+        assert main(["plan", "compare", str(tmp_path / name), *files]) == 0
         assert "pp rank 3, measured" in (tmp_path / "page.svg").read_text()
         pages.append((tmp_path / "page.html").read_text().replace(name, "FILE"))
         shown.append(capsys.readouterr().out.replace(name, "FILE"))
@@ -261,13 +234,6 @@ def test_a_comparison_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert {f"pp rank {rank}, {what}" for rank in range(4) for what in ("measured", "planned")} <= set(found.texts)
     assert parts[0]["what"] == "backward, stage 2" and shown[0].splitlines()[5].startswith("backward, stage 2 ")
     assert sum(tip.startswith("forward ") for tip in found.texts) >= 4 * plan.job.microbatches
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("whole") / "run.json"
-    write_timeline(path, recorded(planned("1f1b", 16), {}))
-    return path.read_text()
 
 
 def test_a_file_is_what_was_written(tmp_path: Path) -> None:
@@ -281,43 +247,27 @@ def test_a_file_is_what_was_written(tmp_path: Path) -> None:
         assert (ours.begin, ours.end) == pytest.approx((theirs.begin, theirs.end), abs=2e-9)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda text: text[: len(text) // 2], "got no JSON ("),
-        (lambda text: "[]", "got a JSON list, expected a timeline"),
-        (
-            lambda text: '{"traceEvents": []}',
-            "got no timeline of this program, expected JSON with megatron_llama; give a file that pretrain",
-        ),
-        (lambda text: text.replace('"format":1', '"format":9'), "run.json format: got 9, expected 1; record it again"),
-        (lambda text: text.replace('"device":', '"devices":'), "got no 'device', expected what --record-timeline writes"),
-        (lambda text: text.replace('"cat":"compute"', '"cat":"cooking"', 1), "got a lane cooking"),
-        (lambda text: text.replace('"bf16":', '"bf17":'), "run.json config: got training.bf17, expected options of this version"),
-        (lambda text: text.replace('"ranks":16', '"ranks":6'), "cannot have run on its 6 ranks:"),
-        (
-            lambda text: json.dumps({**json.loads(text), "traceEvents": []}),
-            "timeline: got no step, expected the passes of one step or more",
-        ),
-    ],
-)
-def test_what_is_no_timeline(
-    change: Callable[[str], str], says: str, whole: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+DAMAGED: list[tuple[Callable[[str], str], str]] = [
+    (lambda text: text[: len(text) // 2], "got no JSON ("),
+    (lambda text: "[]", "got a JSON list, expected a timeline"),
+    (lambda text: '{"traceEvents": []}', "got no timeline of this program"),
+    (lambda text: text.replace('"format":1', '"format":9'), "run.json format: got 9, expected 1; record it again"),
+    (lambda text: text.replace('"device":', '"devices":'), "got no 'device', expected what --record-timeline writes"),
+    (lambda text: text.replace('"cat":"compute"', '"cat":"cooking"', 1), "got a lane cooking"),
+    (lambda text: text.replace('"bf16":', '"bf17":'), "run.json config: got training.bf17, expected options of this version"),
+    (lambda text: text.replace('"ranks":16', '"ranks":6'), "cannot have run on its 6 ranks:"),
+    (lambda text: json.dumps({**json.loads(text), "traceEvents": []}), "timeline: got no step, expected the passes of one step or more"),
+]
+
+
+def test_what_is_no_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.json"
-    path.write_text(change(whole))
-    assert main(["plan", "compare", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert says in error and error.startswith("error: ")
-
-
-def test_no_file_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, says in (
-        (["compare"], "plan compare: got no file"),
-        (["compare", str(tmp_path / "no.json")], "got No such file or directory"),
-    ):
-        assert main(["plan", *words]) == 2
-        assert says in capsys.readouterr().err
+    write_timeline(path, recorded(planned("1f1b", 16), {}))
+    whole = path.read_text()
     (tmp_path / "cut.json.gz").write_bytes(b"\x1f\x8bnothing")
-    assert main(["plan", "compare", str(tmp_path / "cut.json.gz")]) == 2
-    assert "cut.json.gz: got " in capsys.readouterr().err
+    rows = [([], None, "plan compare: got no file"), (["no.json"], None, "got No such file or directory"), (["cut.json.gz"], None, "cut.json.gz: got ")]
+    for words, change, says in (*rows, *((["run.json"], change, says) for change, says in DAMAGED)):
+        path.write_text(whole if change is None else change(whole))
+        assert main(["plan", "compare", *(str(tmp_path / word) for word in words)]) == 2
+        error = capsys.readouterr().err
+        assert says in error and error.startswith("error: ")

@@ -17,7 +17,7 @@ from megatron_llama.model.presets import PRESETS
 from megatron_llama.pipeline.plan.traffic import context_traffic
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.fitted import FITTED
-from megatron_llama.planner.hardware import GPUS, gpu_named
+from megatron_llama.planner.hardware import CPU, GPUS, gpu_named, gpu_of_device
 from megatron_llama.planner.kernels import Kernels
 from megatron_llama.planner.links import rank_group, rank_groups
 from megatron_llama.planner.report import command, label
@@ -183,12 +183,18 @@ def test_a_model_that_fits_nowhere_and_the_cluster_it_needs() -> None:
 
 
 def test_gpus_by_other_names() -> None:
-    assert gpu_named("A100-80GB") is GPUS["a100"] and gpu_named("GB200-186GB").domain == 72
+    assert gpu_named("A100-80GB") is GPUS["a100"] and gpu_named("GB200-186GB").domain == 72 and gpu_named("CPU") == CPU
     with pytest.raises(ConfigError, match="did you mean h200"):
         gpu_named("h200x")
+    devices = {"NVIDIA H100 80GB HBM3": 80, "NVIDIA A100-SXM4-40GB": 40, "Tesla V100-SXM2-32GB": 32, "NVIDIA GB200": 185}
+    found = [gpu_of_device(name, memory << 30) for name, memory in devices.items()]
+    assert [gpu.name for gpu in found if gpu is not None] == ["h100", "a100-40", "v100", "gb200"]
+    assert gpu_of_device("NVIDIA GeForce RTX 4090", 24 << 30) is None
 
 
 SMALL = [*plan_command("llama2-7b", 8, 64, 4096), "--pipeline-model-parallel-size", "1"]
+AUTO = ["pretrain", "--model", "llama2-7b", "--global-batch-size", "64", "--seq-length", "4096", "--train-iters", "1", "--bf16"]
+AUTO += ["--dry-run", "--pipeline-model-parallel-size", "1", "--recompute-granularity", "none", "--auto-parallel"]
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -201,10 +207,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert first["step_seconds_low"] < first["step_seconds"] < first["step_seconds_high"]
     assert first["step_seconds"] == pytest.approx(sum(first["seconds"].values()))
     assert first["command"] in text and "torchrun --nnodes 1 --nproc-per-node 8 -m megatron_llama pretrain --model llama2-7b" in text
-    assert (
-        main([*SMALL[:-2], "--top", "1", "--data-parallel-sharding-strategy", "auto", "--param-slots", "auto", "--micro-batch-size", "1"])
-        == 0
-    )
+    left_open = ["--data-parallel-sharding-strategy", "auto", "--param-slots", "auto", "--micro-batch-size", "1"]
+    assert main([*SMALL[:-2], "--top", "1", *left_open]) == 0
     assert first["layout"] in capsys.readouterr().out
     assert main([*SMALL[:-2], "--explain", first["layout"]]) == 0
     assert f"{first['layout']}: {first['step_seconds']:.2f} s a step" in capsys.readouterr().out
@@ -262,6 +266,20 @@ def test_the_planned_command_line_is_valid(capsys: pytest.CaptureFixture[str]) -
         ([*SMALL, "--gpus-per-node", "3"], "--gpus: got 8, expected a multiple of 3"),
         ([*SMALL, "--head-dim", "7"], "This model cannot be trained"),
         ([*plan_command("llama2-13b", 1, 8, 2048), "--optimizer-offload", "none"], "--gpus 4 would do"),
+        ([*SMALL, "--micro-batch-size", "1", "--html", "/no/a.html"], "--html: got [Errno 2]"),
+        (["plan", "trace", "--gpus", "8"], "--model: got nothing"),
+        (["plan", "trace", *plan_command("llama2-7b", 6, 8, 4096)[1:], "--tensor-model-parallel-size", "4"], "tensor"),
+        (["plan", "trace", *SMALL[1:], "--optimizer-offload", "exact"], "--optimizer-offload"),
+        ([*AUTO, "--world-size", "16", "--gpu", "h1000"], "--gpu: got h1000"),
+        ([*AUTO[:3], *AUTO[5:], "--world-size", "16", "--gpu", "h100"], "--global-batch-size: got nothing, expected samples in a step"),
+        ([*AUTO[:-1], "--gpu", "h100", "--nic-gbit", "5"], "--gpu --nic-gbit: got no --auto-parallel"),
+        ([*AUTO, "--world-size", "16", "--gpu", "h100", "--coefficients", "file"], "leave one out"),
+        ([*AUTO, "--world-size", "2", "--gpu", "v100", "--optimizer-offload", "none"], "--gpus 8 would do"),
+        (["plan", "calibrate"], "got no file"),
+        (["plan", "calibrate", "x.json", "--seconds", "0"], "got --seconds 0"),
+        (["schedule", "--pipeline-schedule", "interleaved"], "--virtual-pipeline-model-parallel-size: got 1, expected 2 or more"),
+        (["schedule", "--svg", "/absent/a.svg"], "--svg: got"),
+        (["schedule", "--png", "a.png"], "--png: got a.png, expected --svg FILE; "),
     ],
 )
 def test_input_that_makes_no_sense(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

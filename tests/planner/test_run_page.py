@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,8 @@ from megatron_llama.train.setup.description import describe_config
 from tests.metrics.test_metric_log import RECORD
 from tests.planner.test_html import alone
 
-MODEL = ModelConfig(
-    hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32, vocab_size=32000
-)
+SIZES = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
+MODEL = ModelConfig(**SIZES, vocab_size=32000)
 
 
 def start(config: Config, **details: Any) -> dict[str, Any]:
@@ -34,6 +34,17 @@ def start(config: Config, **details: Any) -> dict[str, Any]:
     facts = {"iteration": 0, "reached": 0, "world_size": 8, "processes_per_machine": 8, "device": "NVIDIA H100 80GB HBM3"}
     known = {"device_is_host": False, "device_memory": 85_520_809_984, "versions": {"torch": "2.13.0"}}
     return {**facts, **known, "data": [], "config": asdict(config), **details}
+
+
+def config_of(iterations: int, *, seq_length: int = 64, **more: Any) -> Config:
+    training = TrainingConfig(train_iters=iterations, global_batch_size=8, seq_length=seq_length, **more)
+    return Config(model=MODEL, training=training)
+
+
+def rewrite(folder: Path, change: Callable[[int, dict[str, Any]], dict[str, Any]]) -> None:
+    """Each line of a log, by its place, with other fields."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    (folder / "log.jsonl").write_text("".join(json.dumps(line | change(place, line)) + "\n" for place, line in enumerate(lines)))
 
 
 def long_run(folder: Path, steps: int, spike: int) -> None:
@@ -52,9 +63,8 @@ def long_run(folder: Path, steps: int, spike: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("steps", [50_000, pytest.param(1_000_000, marks=pytest.mark.long)])
-def test_a_long_run_is_a_small_page_and_keeps_its_spike(steps: int, tmp_path: Path) -> None:
-    long_run(tmp_path / "run", steps, steps // 3)
+def test_a_long_run_is_a_small_page_and_keeps_its_spike(tmp_path: Path) -> None:
+    long_run(tmp_path / "run", 60_000, 20_000)
     page = report_page([summary_of(read_run(str(tmp_path / "run")), None)])
     alone(page)
     assert len(page) < BYTES / 3
@@ -68,7 +78,7 @@ def test_a_long_run_is_a_small_page_and_keeps_its_spike(steps: int, tmp_path: Pa
 
 @pytest.mark.long
 def test_many_runs_with_many_restarts_stay_below_a_megabyte(tmp_path: Path) -> None:
-    config = Config(model=MODEL, training=TrainingConfig(train_iters=2000, global_batch_size=8, seq_length=2048, bf16=True))
+    config = config_of(2000, seq_length=2048, bf16=True)
     for name in "abcdef":
         long_run(tmp_path / name, 1000, 1)
         events = EventFile(tmp_path / name)
@@ -101,8 +111,8 @@ def test_thinning_keeps_what_a_column_shows() -> None:
 
 @pytest.mark.parametrize(
     ("values", "low", "high"),
-    [([], 0.0, 1.0), ([3.0], 2.85, 3.15), ([0.0, 0.0], -1.0, 1.0), ([1.0, 2.0, np.nan], 0.96, 2.04), ([0.0, 10.0], 0.0, 10.4)],
-    ids=["nothing", "one", "zeros", "two", "from zero"],
+    [([], 0.0, 1.0), ([3.0], 2.85, 3.15), ([0.0, 0.0], -1.0, 1.0), ([1.0, 2.0, np.nan], 0.96, 2.04), ([2.0, 3.0] * 500 + [1e6], 1.94, 3.56)],
+    ids=["nothing", "one", "zeros", "two", "far out"],
 )
 def test_the_range_of_an_axis(values: list[float], low: float, high: float) -> None:
     curve = Curve("a", np.arange(float(len(values))), np.array(values))
@@ -111,31 +121,13 @@ def test_the_range_of_an_axis(values: list[float], low: float, high: float) -> N
     assert drawn.count("<title>t</title><desc>") == 0 and "<title>t</title>\n<desc>d</desc>" in drawn and "nan" not in drawn
 
 
-def test_what_lies_far_out_does_not_hide_the_others() -> None:
-    values = np.concatenate([np.linspace(2.0, 3.0, 1000), [1e6]])
-    low, high = visible_range([Curve("a", np.arange(1001.0), values)])
-    assert low == pytest.approx(2.0, abs=0.1) and 3.0 < high < 4.0
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (0.0, "0"),
-        (0.002, "0.002"),
-        (1.5e-5, "1.5e-05"),
-        (9999.0, "9999"),
-        (12_500.0, "12.5k"),
-        (3e6, "3M"),
-        (-2.5e9, "-2.5G"),
-        (1e12, "1T"),
-    ],
-)
-def test_numbers_of_ticks(value: float, words: str) -> None:
-    assert short(value) == words
+def test_numbers_of_ticks() -> None:
+    words = {0.0: "0", 0.002: "0.002", 1.5e-5: "1.5e-05", 9999.0: "9999", 12_500.0: "12.5k", 3e6: "3M", -2.5e9: "-2.5G", 1e12: "1T"}
+    assert {value: short(value) for value in words} == words
 
 
 def test_a_gpu_has_a_plan_of_time_and_memory(tmp_path: Path) -> None:
-    config = Config(model=MODEL, training=TrainingConfig(train_iters=20, global_batch_size=8, seq_length=2048, bf16=True))
+    config = config_of(20, seq_length=2048, bf16=True)
     config = replace(config, parallel=replace(config.parallel, data_parallel_sharding_strategy="optim_grads_params"))
     long_run(tmp_path / "run", 20, 20)
     EventFile(tmp_path / "run").append(START, **start(config))
@@ -173,13 +165,13 @@ def told(folder: Path, *events: dict[str, Any]) -> Summary:
 
 def test_what_happened_is_told_in_order_with_its_cost(tmp_path: Path) -> None:
     """Two deaths, one with a word and one without, a rollback, a change of options, and a silence."""
-    config = Config(model=MODEL, training=TrainingConfig(train_iters=40, global_batch_size=8, seq_length=64))
+    config = config_of(40)
     long_run(tmp_path / "run", 40, 7)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    for place, line in enumerate(lines):
-        line["time"] = f"2026-01-01T0{place // 20}:{place % 20:02d}:00"  # a line each minute, 41 minutes of silence in the middle
-        line["elapsed_ms"] = 60_000.0
-    (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # A line each minute, 41 minutes of silence in the middle.
+    rewrite(
+        tmp_path / "run",
+        lambda place, line: {"time": f"2026-01-01T0{place // 20}:{place % 20:02d}:00", "elapsed_ms": 60_000.0},
+    )
     changed = replace(config, optimizer=replace(config.optimizer, lr=9.0))
     summary = told(
         tmp_path / "run",
@@ -221,35 +213,11 @@ def test_passwords_are_not_shown(tmp_path: Path) -> None:
     assert "hunter2" not in page and "hunter2" not in json.dumps(summary.as_json()) and "gs://...@b/run" in page
 
 
-def test_a_run_that_never_logged_a_step(tmp_path: Path) -> None:
-    config = Config(model=MODEL, training=TrainingConfig(train_iters=3, global_batch_size=8, seq_length=64))
-    failed = {"event": END, "time": "2026-01-01T00:00:09", "error": "out of memory"}
-    summary = told(tmp_path, {"event": START, "time": "2026-01-01T00:00:00", **start(config)}, failed)
-    assert summary.iteration == 0 and Incidents(summary.run).wall_seconds == 9.0
-    assert "ended: out of memory" in alone(report_page([summary])).texts
-
-
-def test_a_run_that_has_logged_one_line_has_a_page(tmp_path: Path) -> None:
-    """All curves have one point, at one time, well after the start."""
-    config = Config(model=MODEL, training=TrainingConfig(train_iters=40, global_batch_size=8, seq_length=64))
-    long_run(tmp_path / "run", 1, 1)
-    summary = told(tmp_path / "run", {"event": START, "time": "2025-12-31T23:59:00", **start(config)})
-    drawn = alone(report_page([summary]))
-    assert {"tokens/s by time since the start", "lm loss by iteration"} <= set(drawn.texts)
-
-
 def test_a_plan_is_compared_with_steps_of_its_own_layout(tmp_path: Path) -> None:
-    config = Config(model=MODEL, training=TrainingConfig(train_iters=20, global_batch_size=8, seq_length=64, bf16=True))
+    config = config_of(20, bf16=True)
     long_run(tmp_path / "run", 20, 20)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    for line in lines:
-        slow = line["iteration"] <= 12
-        line |= {
-            "elapsed_ms": 900.0 if slow else 100.0,
-            "peak_memory_bytes": 9000 if slow else 1000,
-            "data_parallel_bytes": 0 if slow else 700,
-        }
-    (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = ("elapsed_ms", "peak_memory_bytes", "data_parallel_bytes")
+    rewrite(tmp_path / "run", lambda place, line: dict(zip(names, (900.0, 9000, 0) if place < 12 else (100.0, 1000, 700), strict=True)))
     first = {"event": START, "time": "2026-01-01T00:00:00", **start(config, world_size=4)}
     wider = {"event": START, "time": "2026-01-01T00:00:12", **start(config, iteration=12, reached=12)}
     # Going on with another end is going on with the same steps.
@@ -261,7 +229,7 @@ def test_a_plan_is_compared_with_steps_of_its_own_layout(tmp_path: Path) -> None
         ((first,), (900.0, 9000, 280)),
     ):
         measured = told(tmp_path / "run", *events).as_json()["measured"]
-        assert tuple(measured[name] for name in ("elapsed_ms", "peak_memory_bytes", "data_parallel_bytes")) == pytest.approx(expected)
+        assert tuple(measured[name] for name in names) == pytest.approx(expected)
     # Nothing has been measured yet of the layout in which a run has just gone on.
     moved = {"event": START, "time": "2026-01-01T00:00:20", **start(config, world_size=2, iteration=20, reached=20)}
     assert told(tmp_path / "run", first, moved).as_json()["measured"]["elapsed_ms"] is None
@@ -275,24 +243,18 @@ LEFT_OUT = {"iteration": 3, "first_sample": 16, "last_sample": 23, "reason": "lo
     ("file", "changes", "says"),
     [
         ("skipped", {"iteration": "3"}, "skipped.jsonl:1: no step that was left out"),
-        ("skipped", {"first_sample": None}, "skipped.jsonl:1: no step that was left out"),
-        ("skipped", {"last_sample": {}}, "skipped.jsonl:1: no step that was left out"),
         ("events", {"data": [None]}, "events.jsonl:1: start whose data cannot be used"),
         ("events", {"data": [{"name": "a", "weight": "3"}]}, "events.jsonl:1: start whose data cannot be used"),
-        ("events", {"versions": True}, "events.jsonl:1: start whose versions cannot be used"),
-        ("events", {"device_memory": [1]}, "events.jsonl:1: start whose device_memory cannot be used"),
         ("events", {"iteration": -1, "reached": 10**30}, "events.jsonl:1: start whose iteration, reached cannot be used"),
         ("events", {"config": {"training": []}}, "events.jsonl:1: start whose config cannot be used"),
-        ("log", {"validation_loss": None}, "log.jsonl:1: no line of a step or an evaluation"),
         ("log", {"validation_loss": float("nan")}, "log.jsonl:1: no line of a step or an evaluation"),
         ("log", {"iteration": 10**30}, "log.jsonl:1: no line of a step or an evaluation"),
         ("log", {"time": "2026-01-01T00:00:00+02:00"}, None),
-        ("log", {"time": 10**30}, None),
         ("log", {"elapsed_ms": 10**400, "tokens_per_second": float("inf")}, None),
     ],
 )
 def test_a_damaged_line_is_named_and_the_others_are_shown(file: str, changes: dict[str, Any], says: str | None, tmp_path: Path) -> None:
-    config = Config(model=MODEL, training=TrainingConfig(train_iters=20, global_batch_size=8, seq_length=64, on_bad_step="skip"))
+    config = config_of(20, on_bad_step="skip")
     long_run(tmp_path / "run", 20, 20)
     begun = {"event": START, "time": "2026-01-01T00:00:00", **start(config)}
     for name, entry in (("skipped", LEFT_OUT), ("events", begun)):
@@ -307,11 +269,17 @@ def test_a_damaged_line_is_named_and_the_others_are_shown(file: str, changes: di
     assert json.loads(json.dumps(summary.as_json(), allow_nan=False))["iteration"] == 20
 
 
-def test_overflows_beside_steps_that_were_left_out(tmp_path: Path) -> None:
-    config = Config(model=MODEL, training=TrainingConfig(train_iters=20, global_batch_size=8, seq_length=64, fp16=True, on_bad_step="skip"))
-    long_run(tmp_path / "run", 20, 20)
-    lines = [json.loads(line) | {"skipped_iterations": 1} for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "run" / "skipped.jsonl").write_text(json.dumps(LEFT_OUT) + "\n")
-    summary = told(tmp_path / "run", {"event": START, "time": "2026-01-01T00:00:00", **start(config)})
-    assert json.loads(json.dumps(summary.as_json()))["overflows"] == 19
+def test_runs_of_few_lines_have_a_page(tmp_path: Path) -> None:
+    """One that never logged a step, and one whose curves have one point, well after the start. Overflows are no steps that were left out."""
+    failed = {"event": END, "time": "2026-01-01T00:00:09", "error": "out of memory"}
+    summary = told(tmp_path, {"event": START, "time": "2026-01-01T00:00:00", **start(config_of(3))}, failed)
+    assert summary.iteration == 0 and Incidents(summary.run).wall_seconds == 9.0
+    assert "ended: out of memory" in alone(report_page([summary])).texts
+    long_run(tmp_path / "run", 1, 1)
+    first = {"event": START, "time": "2025-12-31T23:59:00", **start(config_of(40, fp16=True, on_bad_step="skip"))}
+    drawn = alone(report_page([told(tmp_path / "run", first)]))
+    assert {"tokens/s by time since the start", "lm loss by iteration"} <= set(drawn.texts)
+    long_run(tmp_path / "overflows", 20, 20)
+    rewrite(tmp_path / "overflows", lambda place, line: {"skipped_iterations": 1})
+    (tmp_path / "overflows" / "skipped.jsonl").write_text(json.dumps(LEFT_OUT) + "\n")
+    assert json.loads(json.dumps(told(tmp_path / "overflows", first).as_json()))["overflows"] == 19

@@ -13,7 +13,7 @@ from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.choice import choose
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.kernels import Kernels
-from megatron_llama.planner.report import command, details, label
+from megatron_llama.planner.report import command
 from megatron_llama.planner.steps import HOST_UPDATE, estimate, host_wait
 from megatron_llama.planner.training_job import Machine
 from megatron_llama.schedule import Op
@@ -109,14 +109,3 @@ def test_offload_is_tried_where_nothing_else_fits(capsys: pytest.CaptureFixture[
     assert main([*words, "--optimizer-offload", "none"]) == 2
     with pytest.raises(Exception, match="would do"):
         choose(asked, small, FITTED, {})
-
-
-def test_what_is_said_of_offload() -> None:
-    plan = planned(tuned(offload=EXACT))
-    assert label(plan).endswith("recompute-none/offload-exact") and any(line.startswith("  offload") for line in details(plan))
-    assert not any(line.startswith("  offload") for line in details(planned(tuned())))
-    assert (
-        planned(tuned(offload=EXACT)).oom_probability
-        < 0.5
-        < replace(plan, machine=replace(plan.machine, gpu=replace(H100, host_memory=1 << 30))).oom_probability
-    )

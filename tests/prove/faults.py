@@ -28,7 +28,7 @@ from megatron_llama.data.loader import Batch, BatchLoader, BlendedSamples
 from megatron_llama.data.megatron_order import MegatronStream
 from megatron_llama.engine import optimizer as engine
 from megatron_llama.engine.comm import autograd
-from megatron_llama.engine.comm.collectives import DONE, Pending
+from megatron_llama.engine.comm.collectives import DONE
 from megatron_llama.engine.exchanges import BucketExchanges
 from megatron_llama.engine.gradients import GradientBuckets
 from megatron_llama.engine.mesh import Axis, Mesh
@@ -77,18 +77,22 @@ def norms_not_summed() -> AbstractContextManager[object]:
 
 def head_norms_not_summed() -> AbstractContextManager[object]:
     """Each tp rank keeps the gradient of the norms of queries and keys through its own heads."""
-    correct = Shapes._head_norms
-    return patch.object(Shapes, "_head_norms", lambda *args: tuple(replace(spec, partial_grad=False) for spec in correct(*args)))
+    return _not_summed(Shapes, "_head_norms")
+
+
+def _not_summed(owner: object, name: str) -> AbstractContextManager[object]:
+    """The gradients of what a function of the table of parameters describes are never terms."""
+    correct = getattr(owner, name)
+
+    def described(*args: Any, **options: Any) -> tuple[ParamSpec, ...]:
+        return tuple(replace(spec, partial_grad=False) for spec in correct(*args, **options))
+
+    return patch.object(owner, name, described)
 
 
 def shared_heads_not_summed() -> AbstractContextManager[object]:
     """Each copy of a key/value head keeps the gradient through its own queries."""
-    correct = Shapes._attention_inputs
-
-    def inputs(shapes: Shapes, prefix: str) -> tuple[ParamSpec, ...]:
-        return tuple(replace(spec, partial_grad=False) for spec in correct(shapes, prefix))
-
-    return patch.object(Shapes, "_attention_inputs", inputs)
+    return _not_summed(Shapes, "_attention_inputs")
 
 
 def clip_counts_copies() -> AbstractContextManager[object]:
@@ -183,12 +187,7 @@ def padding_of_the_vocabulary() -> AbstractContextManager[object]:
 
 def low_rank_halves_not_summed() -> AbstractContextManager[object]:
     """The half of a low-rank addition that all tp ranks hold keeps this rank's gradient."""
-    correct = lora._adapter
-
-    def adapter(*args: Any, **options: Any) -> tuple[ParamSpec, ...]:
-        return tuple(replace(spec, partial_grad=False) for spec in correct(*args, **options))
-
-    return patch.object(lora, "_adapter", adapter)
+    return _not_summed(lora, "_adapter")
 
 
 def low_rank_spread_of_a_shard() -> AbstractContextManager[object]:
@@ -272,11 +271,7 @@ def _shifted_by_rank(batch: Batch, size: int) -> Batch:
 
 def tied_ends_not_summed() -> AbstractContextManager[object]:
     """Embedding and head, which are one tensor, each keep the gradient of their own end of the pipeline."""
-
-    def all_reduce(tensor: Tensor, axis: Any) -> Pending:
-        return DONE
-
-    return patch.object(engine, "all_reduce", all_reduce)
+    return patch.object(engine, "all_reduce", lambda tensor, axis: DONE)
 
 
 def virtual_stages_rank_by_rank() -> AbstractContextManager[object]:
@@ -641,18 +636,9 @@ def documents_at_the_offset_of_the_first() -> AbstractContextManager[object]:
 
 
 SMALL: Mapping[str, object] = {
-    "vocab_size": 360,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "seq_length": 32,
-    "micro_batch_size": 4,
-    "global_batch_size": 4,
-    "lr": 1e-3,
-    "weight_decay": 0.1,
-}
+    "vocab_size": 360, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "seq_length": 32, "micro_batch_size": 4, "global_batch_size": 4, "lr": 1e-3, "weight_decay": 0.1,
+}  # fmt: skip
 """360 tokens are padded to 384, and over two tensor-parallel ranks to 512."""
 DOCUMENTS: Mapping[str, object] = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
 
@@ -661,56 +647,24 @@ def _case(name: str, world_size: int = 1, *, sft: bool = False, documents: bool 
     return Case(name, {**SMALL, **(DOCUMENTS if documents else {}), **options}, world_size, sft)
 
 
-TENSOR = _case(
-    "tensor and sequence",
-    2,
-    tensor_model_parallel_size=2,
-    sequence_parallel=True,
-    model_type="qwen3",
-    qk_norm="head",
-    attention_bias=True,
-    num_key_value_heads=1,
-)
+SHARED: Mapping[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+TENSOR = _case("tensor and sequence", 2, **SHARED, model_type="qwen3", qk_norm="head", attention_bias=True, num_key_value_heads=1)
 """Norms of heads, biases, and a key/value head that both ranks hold."""
 PADDED = _case("padding token", 2, tensor_model_parallel_size=2, pad_token_id=-1)
 """The last token, which ends every document; with 512 rows for 360 tokens each rank has one with that number."""
-LOW_RANK = _case("low-rank additions", 2, tensor_model_parallel_size=2, sequence_parallel=True, lora_rank=4)
+LOW_RANK = _case("low-rank additions", 2, **SHARED, lora_rank=4)
 CONTEXT = _case("context", 2, context_parallel_size=2, cp_comm_type="ring", documents=True)
 RING = _case("ring of three", 3, context_parallel_size=3, cp_comm_type="ring", seq_length=36)
 WINDOW = _case("window over chunks", 2, context_parallel_size=2, model_type="mistral", sliding_window=13)
 """Chunks of 8 tokens, so that the window reaches into two before a token's own."""
-PIPELINE = _case(
-    "pipeline",
-    2,
-    pipeline_model_parallel_size=2,
-    virtual_pipeline_model_parallel_size=2,
-    pipeline_schedule="interleaved",
-    num_hidden_layers=4,
-    tie_word_embeddings=True,
-    recompute_granularity="full",
-    micro_batch_size=2,
-)
+STAGES: Mapping[str, Any] = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved"}
+TIED: Mapping[str, Any] = {"num_hidden_layers": 4, "tie_word_embeddings": True, "recompute_granularity": "full", "micro_batch_size": 2}
+PIPELINE = _case("pipeline", 2, **STAGES, **TIED)
 DATA = _case("data", 2, data_parallel_sharding_strategy="optim", micro_batch_size=1, documents=True)
-REPLICAS = _case(
-    "replicas and offload",
-    2,
-    data_parallel_sharding_strategy="optim_grads",
-    data_parallel_shard_size=1,
-    optimizer_offload="exact",
-    micro_batch_size=2,
-)
-ALONE = _case(
-    "one process",
-    model_type="mistral",
-    sliding_window=9,
-    rope_scaling={
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
-)
+SHARDS: Mapping[str, Any] = {"data_parallel_sharding_strategy": "optim_grads", "data_parallel_shard_size": 1}
+REPLICAS = _case("replicas and offload", 2, **SHARDS, optimizer_offload="exact", micro_batch_size=2)
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+ALONE = _case("one process", model_type="mistral", sliding_window=9, rope_scaling=LLAMA3)
 CONVERSATIONS = _case("conversations", sft=True, packing=True)
 HALF = _case("fp16", fp16=True)
 PASSES = _case("passes", 2, sft=True, epochs=1.6, micro_batch_size=1)

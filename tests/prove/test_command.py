@@ -61,6 +61,8 @@ def test_what_is_scaled_is_told_before_what_was_found(
     assert "--save, --save-interval, --save-retain (prove writes checkpoints and exports of its own);" in said_once
     assert out.index("kept:") < out.index("loss") < out.index("not run: transformers is not installed")
     assert lines[-1] == "holds: everything that was compared; 1 check was not run"
+    differing, told, _ = said(capsys, [*SEVENTY, "--seed", "7"])
+    assert differing == 1 and told.splitlines()[-1] == "DIFFERS: tp 2 pp 2 dp 2"
     written = json.loads((tmp_path / "a" / "b" / "prove.json").read_text())
     assert written["holds"] and "prove.html" in {path.name for path in (tmp_path / "a" / "b").iterdir()}
 
@@ -72,11 +74,6 @@ def test_what_has_no_effect_is_no_more_than_kept(proven: list[tuple[Case, float]
     assert status == 0 and "--loss-spike-factor 3: kept; seen only if a step here is bad" in words
     assert "--nccl-pp-max-ctas 8: kept; on CPUs it changes nothing" in words
     assert "--nccl" not in words.partition(" kept: ")[2].partition(" comparing, ")[0]
-
-
-def test_a_difference_is_the_exit_status(proven: list[tuple[Case, float]], capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = said(capsys, [*SEVENTY, "--seed", "7"])
-    assert status == 1 and out.splitlines()[-1] == "DIFFERS: tp 2 pp 2 dp 2"
 
 
 def test_nothing_compared_is_nothing_proven(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,12 +121,16 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("argv", "says"), WRONG, ids=[says for _, says in WRONG])
 def test_what_is_wrong_is_refused_before_anything_runs(
-    argv: list[str], says: str, proven: list[tuple[Case, float]], capsys: pytest.CaptureFixture[str]
+    proven: list[tuple[Case, float]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, out, err = said(capsys, argv)
-    assert (status, proven) == (2, []) and says in err and "Traceback" not in err + out
+    for argv, says in WRONG:
+        status, out, err = said(capsys, argv)
+        assert (status, proven) == (2, []) and says in err and "Traceback" not in err + out, says
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    status, _, err = said(capsys, SEVENTY)
+    assert status == 1 and "prove: got 8 processes that torchrun or srun started, expected one" in err
 
 
 def log(path: Path, drift: float) -> str:
@@ -165,10 +166,3 @@ def test_drawn_configurations(capsys: pytest.CaptureFixture[str], monkeypatch: p
     monkeypatch.setattr(fuzz, "Prover", Judge)
     status, out, _ = said(capsys, ["prove", "--fuzz", "5", "--seed", "3", "--budget", "20s"])
     assert status == 0 and len(judged) == 5 and "5 configurations drawn from seed 3" in out
-
-
-def test_it_starts_its_processes_itself(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
-    status, _, err = said(capsys, SEVENTY)
-    assert status == 1 and "prove: got 8 processes that torchrun or srun started, expected one" in err

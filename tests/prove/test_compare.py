@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import pytest
 import torch
 from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.prove.compare import (
@@ -65,43 +64,34 @@ def wrong_kinds(rows: Sequence[Row]) -> set[tuple[str, str | None]]:
     return {(row.what, row.tensor) for row in rows if not row.holds}
 
 
-def test_gradients_are_those_before_clipping() -> None:
-    states, _, norms = train(OPTIMIZER, RATES)
+def test_gradients_and_updates_of_torch_hold_with_room() -> None:
+    states, start, norms = train(OPTIMIZER, RATES)
     assert min(norms) > 2, "everything is clipped"
     for found, expected in zip(gradients_of(states, OPTIMIZER, norms), drawn_gradients(), strict=True):
         assert found.keys() == SHAPES.keys(), "a frozen weight has none"
         for name, gradient in found.items():
             assert float((gradient - expected[name]).norm() / expected[name].norm()) < 5e-6
-
-
-def test_updates_of_torch_hold_with_room() -> None:
-    states, start, _ = train(OPTIMIZER, RATES)
     rows = list(rows_of_updates("one process", states, start, OPTIMIZER, RATES, [True] * 4))
     assert {row.what for row in rows} == {"second moment", "update", "unchanged weight"}
     assert {row.step for row in rows} == {1, 2, 3, 4}
     assert all(row.holds and row.got <= row.bound / 4 for row in rows), max(rows, key=lambda row: row.got - row.bound)
 
 
-@pytest.mark.parametrize(
-    ("options", "rates", "expected"),
-    [
-        (replace(OPTIMIZER, weight_decay=0.11), RATES, {("update", MATRIX)}),
-        (replace(OPTIMIZER, adam_eps=1e-4), RATES, {("update", MATRIX), ("update", VECTOR)}),
-        (replace(OPTIMIZER, adam_beta2=0.998), RATES, {(what, name) for what in ("second moment", "update") for name in SHAPES}),
-        (OPTIMIZER, (0.0, 1.001e-2, 5e-3, 2e-3), {("update", MATRIX), ("update", VECTOR)}),
-        (OPTIMIZER, (1e-5, 1e-2, 5e-3, 2e-3), {("update", MATRIX), ("update", VECTOR)}),
-    ],
-    ids=["weight decay", "epsilon", "second beta", "rate", "rate of 0"],
-)
-def test_another_update_does_not_hold(options: OptimizerConfig, rates: Sequence[float], expected: set[tuple[str, str]]) -> None:
-    states, start, _ = train(options, rates)
-    rows = list(rows_of_updates("one process", states, start, OPTIMIZER, RATES, [True] * 4))
-    assert wrong_kinds(rows) == expected
+OTHERS: dict[str, tuple[OptimizerConfig, Sequence[float], set[tuple[str, str]]]] = {
+    "weight decay": (replace(OPTIMIZER, weight_decay=0.11), RATES, {("update", MATRIX)}),
+    "decay of vectors": (OPTIMIZER, RATES, {("update", VECTOR)}),
+    "epsilon": (replace(OPTIMIZER, adam_eps=1e-4), RATES, {("update", MATRIX), ("update", VECTOR)}),
+    "second beta": (replace(OPTIMIZER, adam_beta2=0.998), RATES, {(what, name) for what in ("second moment", "update") for name in SHAPES}),
+    "rate": (OPTIMIZER, (0.0, 1.001e-2, 5e-3, 2e-3), {("update", MATRIX), ("update", VECTOR)}),
+    "rate of 0": (OPTIMIZER, (1e-5, 1e-2, 5e-3, 2e-3), {("update", MATRIX), ("update", VECTOR)}),
+}
 
 
-def test_decay_of_vectors_does_not_hold() -> None:
-    states, start, _ = train(OPTIMIZER, RATES, decay_vectors=True)
-    assert wrong_kinds(list(rows_of_updates("one process", states, start, OPTIMIZER, RATES, [True] * 4))) == {("update", VECTOR)}
+def test_another_update_does_not_hold() -> None:
+    for name, (options, rates, expected) in OTHERS.items():
+        states, start, _ = train(options, rates, decay_vectors=name == "decay of vectors")
+        rows = list(rows_of_updates("one process", states, start, OPTIMIZER, RATES, [True] * 4))
+        assert wrong_kinds(rows) == expected, name
 
 
 def test_a_weight_that_must_stay_and_changes_does_not_hold() -> None:
@@ -138,23 +128,16 @@ def test_one_wrong_tensor_is_named_by_what_rounding_is_measured_to_be() -> None:
 
 def test_losses_have_a_floor_and_a_limit() -> None:
     alone = history()
+    fewer = replace(alone, gradients=({MATRIX: alone.gradients[0][MATRIX]},))
+    assert wrong_kinds(list(rows_of_histories("one process", fewer, alone, (alone, alone), IN_FP32))) == {("gradient", VECTOR)}
+    assert not Row("one process", "loss", math.nan, 1.0).holds
+    assert [row.holds for row in rows_of_rates("one process", (1e-3, 1e-3, math.nan), (1e-3, 1.1e-3, 1e-3))] == [True, False, False]
     assert not wrong_kinds(list(rows_of_histories("one process", history(loss=2.0 + 1.9e-6), alone, (alone, alone), IN_FP32)))
     wrong = list(rows_of_histories("one process", history(loss=2.0 + 2.1e-6), alone, (alone, alone), IN_FP32))
     assert wrong_kinds(wrong) == {("loss", None), ("validation loss", None)}
     # One process is as wrong as the run: the rounding that it measures allows no more than the limit.
     broken = list(rows_of_histories("precision", history(loss=2.1), alone, (history(loss=2.1), alone), IN_FP32))
     assert ("loss", None) in wrong_kinds(broken)
-
-
-def test_a_tensor_that_only_one_trains_does_not_hold() -> None:
-    alone = history()
-    fewer = replace(alone, gradients=({MATRIX: alone.gradients[0][MATRIX]},))
-    assert wrong_kinds(list(rows_of_histories("one process", fewer, alone, (alone, alone), IN_FP32))) == {("gradient", VECTOR)}
-
-
-def test_what_is_no_number_does_not_hold() -> None:
-    assert not Row("one process", "loss", math.nan, 1.0).holds
-    assert [row.holds for row in rows_of_rates("one process", (1e-3, 1e-3, math.nan), (1e-3, 1.1e-3, 1e-3))] == [True, False, False]
 
 
 def test_a_gradient_that_is_missing_never_holds() -> None:

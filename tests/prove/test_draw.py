@@ -68,20 +68,11 @@ def test_a_draw_keeps_its_floors(drawn: tuple[Case, ...]) -> None:
     assert sum(schedules[name] >= COUNT * EACH_SCHEDULE // 64 for name in SCHEDULES) >= len(SCHEDULES) - 1, schedules
     assert sum(families[name] >= COUNT * EACH_FAMILY // 64 for name in FAMILIES) >= len(FAMILIES) - 1, families
     assert any(case.sft for case in runs) and any(3 in axis_sizes(case).values() for case in runs)
-
-
-def test_what_is_refused_is_refused_in_words(drawn: tuple[Case, ...]) -> None:
-    refused = [str(error) for case in drawn if (error := refusal(case)) is not None]
-    assert refused
-    for text in refused:
+    for case in runs:
+        assert configured(case).parallel.tensor_model_parallel_size == axis_sizes(case)["tp"]
+        assert configured(case).model.model_type == case.options.get("model_type", "llama")
+    for text in (str(error) for case in drawn if (error := refusal(case)) is not None):
         assert all(re.fullmatch(r"  - .+: got .+, expected .+; .+", line) for line in text.splitlines()[1:]), text
-
-
-def test_options_of_a_drawn_case_are_in_its_configuration(drawn: tuple[Case, ...]) -> None:
-    case = next(case for case in drawn if refusal(case) is None and axis_sizes(case)["tp"] > 1)
-    config = configured(case)
-    assert config.parallel.tensor_model_parallel_size == axis_sizes(case)["tp"]
-    assert config.model.model_type == case.options.get("model_type", "llama")
 
 
 def test_an_error_that_is_no_refusal_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,29 +75,48 @@ def at(found: Drift) -> int | None:
     return found.rises[0].iteration if found.rises else None
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_growth_alone_is_no_drift(seed: int) -> None:
-    """A difference may grow by six orders of magnitude, and end far above any fixed bound."""
-    found = judge(noisy(lambda i: 1e-8 * math.exp(0.07 * i), seed=seed), dtype="fp32")
-    assert found.verdict == "rounding" and max(abs(d.loss or 0.0) for d in found.differences) > 1e-3, found.rises
+def test_growth_is_no_drift_and_a_step_that_parts_the_curves_is() -> None:
+    """A difference may grow by six orders of magnitude, and end far above any fixed bound; a step is found far below it."""
+    for seed in range(20):
+        found = judge(noisy(lambda i: 1e-8 * math.exp(0.07 * i), seed=seed), dtype="fp32")
+        assert found.verdict == "rounding" and max(abs(d.loss or 0.0) for d in found.differences) > 1e-3, found.rises
+    for seed in range(5):
+        found = judge(noisy(lambda i: 1e-8 * (1000 if i >= 100 else 1), seed=seed), dtype="fp32")
+        assert max(abs(d.loss or 0.0) for d in found.differences) < 1e-4
+        assert found.verdict == "drift" and 100 <= (at(found) or 0) <= 102 and found.rises[0].probability < ALARM
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_step_that_parts_the_curves_is_found_below_any_fixed_bound(seed: int) -> None:
-    found = judge(noisy(lambda i: 1e-8 * (1000 if i >= 100 else 1), seed=seed), dtype="fp32")
-    assert max(abs(d.loss or 0.0) for d in found.differences) < 1e-4
-    assert found.verdict == "drift" and 100 <= (at(found) or 0) <= 102 and found.rises[0].probability < ALARM
+def late(size: Callable[[int], float]) -> list[D]:
+    return [d for d in noisy(size) if d.iteration > 100]
 
 
-def test_one_bad_step_is_found_although_the_curves_come_back() -> None:
-    found = judge(noisy(lambda i: 1e-8 * (1e5 if i == 50 else 1)), dtype="fp32")
-    assert at(found) == 50 and {rise.iteration for rise in found.rises} == {50}
+def hidden(digits: float) -> list[D]:
+    """Equal losses of few digits, then others of so many."""
+    return [D(i, 0.0, digits, None, 0.0) if i < 50 else D(i, 3e-6, 1e-9, None, 0.0) for i in range(1, 100)]
 
 
-def test_what_is_a_drift_in_fp32_may_be_rounding_in_bf16() -> None:
-    differences = noisy(lambda i: 1e-5)
-    assert judge(differences, dtype="bf16").verdict == "rounding"
-    assert at(judge(differences, dtype="fp32")) == 1
+JUDGED: dict[str, tuple[list[D], Dtype, int | str]] = {
+    "one bad step, and the curves come back": (noisy(lambda i: 1e-8 * (1e5 if i == 50 else 1)), "fp32", 50),
+    "a drift in fp32": (noisy(lambda i: 1e-5), "fp32", 1),
+    "as much is rounding in bf16": (noisy(lambda i: 1e-5), "bf16", "rounding"),
+    "coarse digits may have hidden it": (hidden(1e-6), "fp32", "rounding"),
+    "fine ones would not": (hidden(1e-9), "fp32", 50),
+    "too few digits": ([D(i, 0.0, 5e-3, None, 0.0) for i in range(1, 50)], "bf16", "digits"),
+    "too few steps": (noisy(lambda i: 1e-8, steps=2), "fp32", "2 steps"),
+    "how far right runs have grown apart by a late beginning nobody knows": (late(lambda i: 1e-3), "fp32", "first common step is 101"),
+    "a late beginning": (late(lambda i: 1e-8), "fp32", "rounding"),
+    "a fault after it": (late(lambda i: 1e-3 * (1000 if i >= 150 else 1)), "fp32", 150),
+}
+
+
+def test_curves_are_judged() -> None:
+    for name, (differences, dtype, expected) in JUDGED.items():
+        found = judge(differences, dtype=dtype)
+        if isinstance(expected, int):
+            assert found.verdict == "drift" and at(found) == expected, name
+        else:
+            assert found.verdict == expected or (found.verdict == "cannot say" and expected in found.why), (name, found)
+    assert {rise.iteration for rise in judge(JUDGED["one bad step, and the curves come back"][0], dtype="fp32").rises} == {50}
 
 
 def test_gradients_that_differ_under_equal_losses_are_named() -> None:
@@ -121,29 +140,6 @@ def test_what_digits_may_hide_is_no_difference(tmp_path: Path) -> None:
     assert at(compare_logs(a, c, dtype="fp32")) == 61
 
 
-def test_coarse_digits_may_have_hidden_what_fine_ones_show() -> None:
-    differences = [D(i, 0.0, 1e-6, None, 0.0) if i < 50 else D(i, 3e-6, 1e-9, None, 0.0) for i in range(1, 100)]
-    assert judge(differences, dtype="fp32").verdict == "rounding"
-    assert at(judge([replace(d, loss_hidden=1e-9) for d in differences], dtype="fp32")) == 50
-
-
-def test_too_few_digits_or_steps_are_said() -> None:
-    coarse = [D(i, 0.0, 5e-3, None, 0.0) for i in range(1, 50)]
-    assert judge(coarse, dtype="bf16").verdict == "cannot say" and "digits" in judge(coarse, dtype="bf16").why
-    few = noisy(lambda i: 1e-8, steps=2)
-    assert judge(few, dtype="fp32").verdict == "cannot say" and "2 steps" in judge(few, dtype="fp32").why
-
-
-def test_logs_that_begin_late_are_judged_from_there_on() -> None:
-    """How far right runs have grown apart by then nobody knows; a fault after it shows all the same."""
-    far = [d for d in noisy(lambda i: 1e-3) if d.iteration > 100]
-    assert judge(far, dtype="fp32").verdict == "cannot say" and "first common step is 101" in judge(far, dtype="fp32").why
-    near = [d for d in noisy(lambda i: 1e-8) if d.iteration > 100]
-    assert judge(near, dtype="fp32").verdict == "rounding"
-    jump = [d for d in noisy(lambda i: 1e-3 * (1000 if i >= 150 else 1)) if d.iteration > 100]
-    assert at(judge(jump, dtype="fp32")) == 150
-
-
 def test_a_run_that_alone_has_no_finite_loss_drifts(tmp_path: Path) -> None:
     a = write(tmp_path / "a", [megatron(i, "2.000000E+00") for i in range(1, 9)])
     b = write(tmp_path / "b", [megatron(i, "nan" if i == 5 else "2.000000E+00") for i in range(1, 9)])
@@ -155,6 +151,17 @@ def test_a_run_that_alone_has_no_finite_loss_drifts(tmp_path: Path) -> None:
 
 
 NUMBERS = [(5 - i / 10, 1.25) for i in range(20)]
+
+
+def test_logs_that_cannot_be_compared(tmp_path: Path) -> None:
+    a = ours(tmp_path / "a", NUMBERS)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for same in (a, tmp_path / "link" / "log.jsonl"):
+        with pytest.raises(DataError, match="the same log twice"):
+            compare_logs(a, same, dtype="bf16")
+    early, later = (write(tmp_path / name, [megatron(i, "2.0E+00") for i in steps]) for name, steps in (("b", (1, 2)), ("c", (3, 4))))
+    with pytest.raises(DataError, match="iterations 1 to 2 and iterations 3 to 4"):
+        compare_logs(early, later, dtype="bf16")
 
 
 def test_a_gradient_norm_that_one_run_alone_lacks_is_a_drift(tmp_path: Path) -> None:
@@ -192,14 +199,6 @@ def test_behind_a_step_that_one_run_alone_has_skipped_nothing_is_said(tmp_path: 
     assert compare_logs(each, tenth, dtype="bf16").verdict == "rounding"
 
 
-def test_a_log_is_not_compared_with_itself(tmp_path: Path) -> None:
-    a = ours(tmp_path / "a", NUMBERS)
-    (tmp_path / "link").symlink_to(tmp_path / "a")
-    for same in (a, tmp_path / "link" / "log.jsonl"):
-        with pytest.raises(DataError, match="the same log twice"):
-            compare_logs(a, same, dtype="bf16")
-
-
 def test_lines_that_one_log_lacks_are_told(tmp_path: Path) -> None:
     lines = [megatron(i, "2.000000E+00") for i in range(1, 21)]
     torn = [line[:150] if i == 9 else line for i, line in enumerate(lines, 1)]
@@ -230,13 +229,6 @@ def test_means_of_nobody_knows_what_are_compared_if_the_lines_are_the_same(tmp_p
     assert [d.loss for d in compare_logs(ten, again, dtype="bf16").differences] == [0.0] * 8
     found = compare_logs(ten, twenty, dtype="bf16")
     assert found.verdict == "cannot say" and [d.loss for d in found.differences] == [None] * 4
-
-
-def test_logs_without_a_common_step_are_refused(tmp_path: Path) -> None:
-    a = write(tmp_path / "a", [megatron(i, "2.0E+00") for i in (1, 2)])
-    b = write(tmp_path / "b", [megatron(i, "2.0E+00") for i in (3, 4)])
-    with pytest.raises(DataError, match="iterations 1 to 2 and iterations 3 to 4"):
-        compare_logs(a, b, dtype="bf16")
 
 
 def test_lines_say_step_factor_and_how_rare_it_is() -> None:

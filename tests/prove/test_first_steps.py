@@ -23,17 +23,9 @@ from megatron_llama.train.setup.deciders import TEXT
 from tests.harness import Cluster
 
 OPTIONS: dict[str, object] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 300,
-    "seq_length": 16,
-    "tensor_model_parallel_size": 2,
-    "micro_batch_size": 1,
-    "global_batch_size": 4,
-    "lr": 1e-3,
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300, "seq_length": 16,
+    "tensor_model_parallel_size": 2, "micro_batch_size": 1, "global_batch_size": 4, "lr": 1e-3,
+}  # fmt: skip
 
 
 def train(place: Place, options: Mapping[str, object]) -> None:
@@ -46,29 +38,14 @@ def mine(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
     """Options of a run, and the log that it has written."""
     folder = tmp_path_factory.mktemp("run")
     materials = make_materials(Case("the user's", OPTIONS, 2), folder, 6)
-    options = {
-        **OPTIONS,
-        **materials.options,
-        "train_iters": 20,
-        "exit_interval": 6,
-        "log_interval": 1,
-        "save_interval": 3,
-        "save": str(folder / "saved"),
-    }
+    saves = {"log_interval": 1, "save_interval": 3, "save": str(folder / "saved")}
+    options = {**OPTIONS, **materials.options, **saves, "train_iters": 20, "exit_interval": 6}
     cluster.run(2, train, options)
     return options, read_log(folder / "saved")
 
 
 def parsed(options: Mapping[str, object], **more: object) -> Parsed:
     return read_options(options, more, SECTIONS)
-
-
-@pytest.mark.long
-def test_one_process_trains_what_the_log_says(cluster: Cluster, mine: tuple[dict[str, object], RunLog]) -> None:
-    options, log = mine
-    found = first_steps(cluster, parsed(options), 2, log, seconds=60)
-    assert found.verdict == "rounding" and [d.iteration for d in found.differences] == [1, 2, 3, 4, 5, 6], found
-    assert max(abs(d.loss or 0.0) for d in found.differences) < 1e-6 and found.dtype == "fp32"
 
 
 def test_a_run_that_trained_something_else_is_seen_where_it_parts(cluster: Cluster, mine: tuple[dict[str, object], RunLog]) -> None:
@@ -93,12 +70,13 @@ def lines_of(log: RunLog, steps: Iterable[int]) -> RunLog:
 
 
 @pytest.mark.long
-def test_a_run_that_would_go_on_from_its_own_folder_began_without_it(cluster: Cluster, mine: tuple[dict[str, object], RunLog]) -> None:
-    """What its folder has now is of later steps than those of the log."""
+def test_one_process_trains_what_the_log_says(cluster: Cluster, mine: tuple[dict[str, object], RunLog]) -> None:
+    """Also of a run that would go on from its own folder: what that has now is of later steps than those of the log."""
     options, log = mine
-    for load in ("auto", str(options["save"])):
+    for load in (None, "auto", str(options["save"])):
         found = first_steps(cluster, parsed(options, load=load), 2, log, seconds=60)
         assert found.verdict == "rounding" and [d.iteration for d in found.differences] == [1, 2, 3, 4, 5, 6], (load, found)
+        assert max(abs(d.loss or 0.0) for d in found.differences) < 1e-6 and found.dtype == "fp32"
 
 
 def test_a_log_that_begins_behind_a_checkpoint(cluster: Cluster, mine: tuple[dict[str, object], RunLog]) -> None:

@@ -14,29 +14,10 @@ from megatron_llama.prove.fuzz import Finding, command_line, finding_of, fuzz, g
 from megatron_llama.prove.given import EXAMPLES, SECTIONS
 from megatron_llama.prove.proof import THE_RUN, CheckResult, Proof
 
-LARGE = Case(
-    "large",
-    {
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "vocab_size": 511,
-        "seq_length": 32,
-        "tensor_model_parallel_size": 2,
-        "pipeline_model_parallel_size": 2,
-        "sequence_parallel": True,
-        "z_loss_weight": 0.1,
-        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-        "clip_grad": 0.0,
-        "lr": 1e-2,
-        "weight_decay": 0.3,
-        "reduce_bucket_size": 20000,
-        "packing": True,
-    },
-    8,
-    sft=True,
-)
+SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 511, "seq_length": 32}
+LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True, "reduce_bucket_size": 20000}
+NUMBERS = {"z_loss_weight": 0.1, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "clip_grad": 0.0, "lr": 1e-2, "weight_decay": 0.3}
+LARGE = Case("large", {**SIZES, **LAYOUT, **NUMBERS, "packing": True}, 8, sft=True)
 
 
 def planted(case: Case) -> Finding:
@@ -55,25 +36,21 @@ def planted(case: Case) -> Finding:
 
 def test_a_failing_case_is_made_as_small_as_it_gets() -> None:
     small = smallest(LARGE, planted, "z", runs=100)
-    assert small.options.keys() - {"hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "seq_length"} == {
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "num_hidden_layers",
-        "z_loss_weight",
-        "clip_grad",
-    }
+    others = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "z_loss_weight", "clip_grad"}
+    assert small.options.keys() == others | SIZES.keys()
     assert (small.world_size, small.sft, axis_sizes(small)) == (2, False, {"tp": 2, "cp": 1, "pp": 1, "dp": 1})
     assert (small.options["num_hidden_layers"], small.options["hidden_size"]) == (2, 32)
 
 
 def test_a_failure_of_another_kind_is_not_mistaken_for_it() -> None:
+    """And making a case small takes so many runs at most."""
+
     def two_faults(case: Case) -> Finding:
         return Finding("failed", "", "z" if "lr" in case.options else "other")
 
     assert "lr" in smallest(LARGE, two_faults, "z", runs=60).options
 
 
-def test_making_a_case_small_takes_so_many_runs_at_most() -> None:
     judged: list[Case] = []
 
     def counted(case: Case) -> Finding:
@@ -144,22 +121,14 @@ def proof_with(*rows: Row) -> Proof:
 HOLDS = Row("one process", "loss", 0.0, 1.0)
 
 
-def test_a_proof_is_told_in_a_line() -> None:
+def test_what_becomes_of_a_proof() -> None:
+    """It is told in a line; and only what no run could begin with is refused."""
     wrong = finding_of(proof_with(HOLDS, Row("one process", "gradient", 0.5, 1e-5, 2, "model.norm.weight")))
     assert (wrong.verdict, wrong.kind) == ("failed", "one process: gradient")
     assert "model.norm.weight in step 2: got 0.5, bound 1e-05 (1 of 2 rows do not hold)" in wrong.reason
-
-
-ENDS = [
-    ("megatron_llama.errors.DataError", (), "refused"),
-    ("megatron_llama.errors.DataError", (HOLDS,), "failed"),
-    ("megatron_llama.errors.TrainingError", (), "failed"),
-    ("AssertionError", (), "failed"),
-]
-
-
-@pytest.mark.parametrize(("error", "before", "verdict"), ENDS)
-def test_only_what_no_run_could_begin_with_is_refused(error: str, before: tuple[Row, ...], verdict: str) -> None:
-    row = Row("one process", THE_RUN, math.inf, 0.0, note=f"rank 1: {error}: no example, which is long: enough")
-    ended = finding_of(proof_with(*before, row))
-    assert (ended.verdict, ended.kind) == (verdict, f"one process: {error.rpartition('.')[2]}")
+    ends = [("megatron_llama.errors.DataError", (), "refused"), ("megatron_llama.errors.DataError", (HOLDS,), "failed")]
+    ends += [("megatron_llama.errors.TrainingError", (), "failed"), ("AssertionError", (), "failed")]
+    for error, before, verdict in ends:
+        row = Row("one process", THE_RUN, math.inf, 0.0, note=f"rank 1: {error}: no example, which is long: enough")
+        ended = finding_of(proof_with(*before, row))
+        assert (ended.verdict, ended.kind) == (verdict, f"one process: {error.rpartition('.')[2]}")

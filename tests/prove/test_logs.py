@@ -20,24 +20,10 @@ WHEN = datetime(2026, 5, 4, 3, 2, 1)
 
 
 def record(iteration: int, loss: float | None, norm: float | None = 1.25) -> StepRecord:
-    return StepRecord(
-        iteration=iteration,
-        train_iters=100,
-        consumed_samples=8 * iteration,
-        learning_rate=1e-3,
-        global_batch_size=8,
-        lm_loss=loss,
-        mean_lm_loss=None if loss is None else loss + 0.5,
-        grad_norm=norm,
-        elapsed_ms=12.5,
-        tokens_per_second=1e4,
-        tokens_per_second_per_gpu=1e3,
-        tflops_per_gpu=3.0,
-        mfu=None,
-        exposed_comm_ms=None,
-        peak_memory_bytes=None,
-        eta_seconds=60.0,
-    )
+    steps = {"iteration": iteration, "train_iters": 100, "consumed_samples": 8 * iteration, "learning_rate": 1e-3, "global_batch_size": 8}
+    losses = {"lm_loss": loss, "mean_lm_loss": None if loss is None else loss + 0.5, "grad_norm": norm}
+    rates = {"elapsed_ms": 12.5, "tokens_per_second": 1e4, "tokens_per_second_per_gpu": 1e3, "tflops_per_gpu": 3.0, "eta_seconds": 60.0}
+    return StepRecord(**steps, **losses, **rates, **dict.fromkeys(("mfu", "exposed_comm_ms", "peak_memory_bytes")))
 
 
 def megatron(iteration: int, loss: str, *, norm: str = "1.250", skipped: int = 0) -> str:
@@ -123,12 +109,8 @@ MEGATRON_YEARS = {
 
 @pytest.mark.parametrize("year", MEGATRON_YEARS)
 def test_megatron_lines_of_all_years(tmp_path: Path, year: str) -> None:
-    noise = [
-        "setting up optimizer",
-        " validation loss at iteration 1 | lm loss value: 7.000000E+00 | lm loss PPL: 1.096633E+03 | ",
-        "-" * 80,
-    ]
-    run = read_log(write(tmp_path, [*noise[:1], MEGATRON_YEARS[year], *noise[1:]]))
+    evaluation = " validation loss at iteration 1 | lm loss value: 7.000000E+00 | lm loss PPL: 1.096633E+03 | "
+    run = read_log(write(tmp_path, ["setting up optimizer", MEGATRON_YEARS[year], evaluation, "-" * 80]))
     assert run.trainer == "Megatron-LM" and list(run.steps) == [1]
     loss, norm = run.steps[1].loss, run.steps[1].grad_norm
     assert loss is not None and loss.value == 9.123457 and loss.rounding == pytest.approx(5e-7 + 9.123457 * 2**-24)
@@ -183,12 +165,14 @@ def test_a_restart_replaces_what_it_repeats(tmp_path: Path) -> None:
     run = read_log(write(tmp_path, first + again))
     assert losses(tmp_path) == pytest.approx({1: 8.9, 2: 8.8, 3: 8.7, 4: 8.6, 5: 8.5, 6: 8.4, 7: 8.31})
     assert len(run.notes) == 1 and f"went back to iteration 7 ({tmp_path}/run.log:11)" in run.notes[0]
-
-
-def test_files_of_a_folder_are_parts_of_a_run_in_the_order_of_numbers(tmp_path: Path) -> None:
-    for part, first in ((2, 1), (10, 3)):
-        write(tmp_path, [megatron(i, f"{i + part:.6E}") for i in range(first, first + 3)], f"slurm-{part}.out")
-    assert losses(tmp_path) == {1: 3.0, 2: 4.0, 3: 13.0, 4: 14.0, 5: 15.0}
+    # A second run behind the first is told.
+    run = read_log(write(tmp_path, [titan(i, f" {loss}") for loss in (8.1, 9.1) for i in range(1, 9)]))
+    assert losses(tmp_path) == dict.fromkeys(range(1, 9), 9.1)
+    assert f"{tmp_path}/run.log:9 begins anew, and nothing before it counts: if these are two runs" in run.notes[0]
+    # Files of a folder are parts of a run, in the order of their numbers.
+    for part, start in ((2, 1), (10, 3)):
+        write(tmp_path / "parts", [megatron(i, f"{i + part:.6E}") for i in range(start, start + 3)], f"slurm-{part}.out")
+    assert losses(tmp_path / "parts") == {1: 3.0, 2: 4.0, 3: 13.0, 4: 14.0, 5: 15.0}
 
 
 @pytest.mark.parametrize(
@@ -210,6 +194,7 @@ def test_events_of_tensorboard(tmp_path: Path, loss: str, norm: str) -> None:
     assert any("went back to iteration 40" in note for note in run.notes)
 
 
+OURS = '{"iteration": 2, "lm_loss": 1.0}'
 REFUSED = {
     "no step": (["hello", "iteration 5 begins"], "no line of a training step"),
     "torn number": ([titan(1, " 8.1"), titan(2, "8.1step:")], "run.log:2: got '8.1step:'"),
@@ -226,20 +211,22 @@ REFUSED = {
     "a number beyond all others": (['{"iteration": 1, "lm_loss": 1' + 400 * "0" + "}"], "run.log:1: got 1000"),
     "a decimal comma": ([megatron(1, "5,940000E+00")], "run.log:1: got '5,940000E+00', expected a number; write it with a decimal point"),
     "thousands": ([titan(1, " 8.1", norm="1,234.5")], "run.log:1: got '1,234.5', expected a number; write it with a decimal point"),
-    "nothing but a line that is cut off": (
-        [megatron(1, "5.9E+00")[:180]],
-        "got 1 line of a step without a whole loss left out, as cut off: ",
-    ),
+    "nothing but a line that is cut off": ([megatron(1, "5.9E+00")[:180]], "got 1 line of a step without a whole loss left out"),
     "words for numbers": (['{"iteration": 1, "lm_loss": "two"}'], "got 'two'"),
+    "a tiny number": ([" iteration 7/ 100 | lm loss: 1e-999999999999999999 |"], "expected a number"),
+    "a long number": ([" iteration 7/ 100 | lm loss: " + "1" * 5000 + " |"], "expected a number"),
+    "depth": (['{"iteration": 1, "lm_loss": 1.0, "a": ' + "[" * 100_000 + "]" * 100_000 + "}", OURS], "over several lines"),
+    "a word for a count": (['{"iteration": 1, "lm_loss": 1.0, "skipped_iterations": "x"}'], "expected an object with iteration"),
+    "a step beyond all others": (['{"iteration": 1000000000000000000, "lm_loss": 1.0}', OURS], "expected an object with iteration"),
+    "a line of megabytes": ([OURS, '{"iteration": 3, "lm_loss": 1.0, "a": "' + "x" * 5_000_000 + '"}'], "a line of more than"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_understood_is_named(tmp_path: Path, name: str) -> None:
-    lines, message = REFUSED[name]
-    with pytest.raises(DataError, match=r"got .*, expected .*; ") as error:
-        read_log(write(tmp_path, lines))
-    assert message in str(error.value) and "run.log" in str(error.value)
+def test_what_is_not_understood_is_named(tmp_path: Path) -> None:
+    for lines, message in REFUSED.values():
+        with pytest.raises(DataError, match=r"got .*, expected .*; ") as error:
+            read_log(write(tmp_path, lines))
+        assert message in str(error.value) and "run.log" in str(error.value)
 
 
 @pytest.mark.parametrize("code", ["gzip", "utf-16", "utf-8-sig"])
@@ -267,29 +254,21 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         read_log(packed)
 
 
-@pytest.mark.parametrize("end", ["lm loss: 5.3", "lm loss: 5.376", "lm los", "| lear"])
-def test_a_number_that_was_cut_off_is_none(tmp_path: Path, end: str) -> None:
+def test_a_number_that_was_cut_off_is_none(tmp_path: Path) -> None:
     """Its digits that are left are another number: 5.376 of 5.376E-01."""
     whole = megatron(2, "5.376000E-01")
-    torn = whole[: whole.index(end[:7])] + end
-    run = read_log(write(tmp_path, [megatron(1, "6.0E-01"), torn, *(megatron(i, "5.0E-01") for i in (3, 4, 5))]))
-    assert list(run.steps) == [1, 3, 4, 5]
-    assert run.notes == (f"1 line of a step without a whole loss left out, as cut off: {tmp_path}/run.log:2",)
-
-
-def test_a_line_of_torchtitan_that_was_cut_off(tmp_path: Path) -> None:
+    for end in ("lm loss: 5.3", "lm loss: 5.376", "lm los", "| lear"):
+        torn = whole[: whole.index(end[:7])] + end
+        run = read_log(write(tmp_path, [megatron(1, "6.0E-01"), torn, *(megatron(i, "5.0E-01") for i in (3, 4, 5))]))
+        assert list(run.steps) == [1, 3, 4, 5]
+        assert run.notes == (f"1 line of a step without a whole loss left out, as cut off: {tmp_path}/run.log:2",)
     lines = [titan(step, " 8.13541") for step in range(1, 6)]
     lines[1] = lines[1][: lines[1].index("8.13541") + 4]
     lines[3] = lines[3][: lines[3].index("1.2500") + 3]
     run = read_log(write(tmp_path, lines))
     assert list(run.steps) == [1, 3, 5] and run.notes[0].startswith("2 lines of steps without a whole loss left out")
-
-
-def test_a_second_run_behind_the_first_is_told(tmp_path: Path) -> None:
-    lines = [titan(i, f" {loss}") for loss in (8.1, 9.1) for i in range(1, 9)]
-    run = read_log(write(tmp_path, lines))
-    assert losses(tmp_path) == dict.fromkeys(range(1, 9), 9.1)
-    assert f"{tmp_path}/run.log:9 begins anew, and nothing before it counts: if these are two runs" in run.notes[0]
+    [step] = read_log(write(tmp_path, [" iteration 0/ 100 | lm loss: sNaN12 | grad norm: nan77 |"])).steps.values()
+    assert step.loss is not None and math.isnan(step.loss.value)
 
 
 def test_folders_without_a_log_are_refused(tmp_path: Path) -> None:
@@ -323,40 +302,10 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDLESS)
-def test_long_lines_take_no_longer_than_others(tmp_path: Path, name: str) -> None:
+def test_long_lines_take_no_longer_than_others(tmp_path: Path) -> None:
     """A pattern that goes back over a line would take hours for these."""
-    path = tmp_path / "run.log"
-    path.write_text(SOUND + ENDLESS[name] + "\n")
-    assert list(read_log(path).steps) == [5, 6]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (" iteration 7/ 100 | lm loss: 1e-999999999999999999 |", "expected a number"),
-        (" iteration 7/ 100 | lm loss: " + "1" * 5000 + " |", "expected a number"),
-        (
-            '{"iteration": 1, "lm_loss": 1.0, "a": ' + "[" * 100_000 + "]" * 100_000 + '}\n{"iteration": 2, "lm_loss": 1.0}',
-            "over several lines",
-        ),
-        ('{"iteration": 1, "lm_loss": 1.0, "skipped_iterations": "x"}', "expected an object with iteration"),
-        ('{"iteration": 1000000000000000000, "lm_loss": 1.0}\n{"iteration": 2, "lm_loss": 1.0}', "expected an object with iteration"),
-        ('{"iteration": 1, "lm_loss": 1.0}\n{"iteration": 2, "lm_loss": 1.0, "a": "' + "x" * 5_000_000 + '"}', "a line of more than"),
-    ],
-)
-def test_numbers_and_lines_that_no_trainer_writes(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "run.log"
-    path.write_text(text + "\n")
-    with pytest.raises(DataError, match=said):
-        read_log(path)
-
-
-def test_the_step_before_all_others_and_numbers_that_are_none(tmp_path: Path) -> None:
-    path = tmp_path / "run.log"
-    path.write_text(" iteration 0/ 100 | lm loss: sNaN12 | grad norm: nan77 |\n")
-    steps = read_log(path).steps
-    assert list(steps) == [0] and steps[0].loss is not None and math.isnan(steps[0].loss.value)
+    for line in ENDLESS.values():
+        assert list(read_log(write(tmp_path, [SOUND + line])).steps) == [5, 6]
 
 
 @pytest.mark.long

@@ -22,31 +22,14 @@ from megatron_llama.prove.run import RankRecord
 from tests.harness import Cluster
 
 SMALL: dict[str, object] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 200,
-    "seq_length": 24,
-    "micro_batch_size": 1,
-    "global_batch_size": 4,
-    "lr": 1e-3,
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 200, "seq_length": 24, "micro_batch_size": 1, "global_batch_size": 4, "lr": 1e-3,
+}  # fmt: skip
 SPREAD: dict[str, object] = {
-    "tensor_model_parallel_size": 2,
-    "sequence_parallel": True,
-    "pipeline_model_parallel_size": 2,
-    "data_parallel_sharding_strategy": "optim_grads_params",
-    "reset_position_ids": True,
-    "reset_attention_mask": True,
-    "eod_mask_loss": True,
-    "bf16": True,
-    "eval_interval": 2,
-    "eval_iters": 1,
-    "lr_warmup_iters": 1,
-    "lr_decay_style": "cosine",
-}
+    "tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2, "bf16": True, "lr_decay_style": "cosine",
+    "data_parallel_sharding_strategy": "optim_grads_params", "eval_interval": 2, "eval_iters": 1, "lr_warmup_iters": 1,
+    "reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True,
+}  # fmt: skip
 
 
 @pytest.mark.long
@@ -74,6 +57,8 @@ def test_without_time_nothing_runs_and_says_so(cluster: Cluster, tmp_path: Path)
     reasons = {check.name: check.not_run for check in proof.checks}
     assert "no time is left" in reasons["one process"] and "no time is left" in reasons["data"]
     assert "not asked for" in reasons["export"]
+    with pytest.raises(ConfigError, match="num_attention_heads"):
+        prove_case(cluster, Case("as given", SMALL | {"tensor_model_parallel_size": 3}, 3), tmp_path, 600.0)
 
 
 class Failing(WorkerPool):
@@ -124,10 +109,6 @@ def ends_early(ranks: list[RankRecord], folder: Path) -> None:
     ranks[0] = replace(ranks[0], steps=ranks[0].steps[:1])
 
 
-def repeats_a_step(ranks: list[RankRecord], folder: Path) -> None:
-    ranks[0] = replace(ranks[0], steps=(ranks[0].steps[0], *ranks[0].steps))
-
-
 def lacks_a_checkpoint(ranks: list[RankRecord], folder: Path) -> None:
     shutil.rmtree(checkpoint_path(folder / "saved", 1))
 
@@ -146,7 +127,6 @@ def is_refused(ranks: list[RankRecord], folder: Path) -> None:
     ("change", "option", "said"),
     [
         (ends_early, "lr", "rank 0 has trained the steps 1 instead of 1 to 2"),
-        (repeats_a_step, "lr", "rank 0 has trained the steps 1, 1, 2 instead of 1 to 2"),
         (lacks_a_checkpoint, "lr", "it has not saved the steps 1"),
         pytest.param(
             has_a_damaged_checkpoint, "fp64", "as given, one process: its checkpoint of step 2 cannot be read: ", marks=pytest.mark.long
@@ -155,7 +135,7 @@ def is_refused(ranks: list[RankRecord], folder: Path) -> None:
             is_refused, "fp64", "as given, one process: rank 0: megatron_llama.errors.ConfigError: --fp64: got True", marks=pytest.mark.long
         ),
     ],
-    ids=["ends early", "repeats a step", "lacks a checkpoint", "has a damaged checkpoint", "is refused"],
+    ids=["ends early", "lacks a checkpoint", "has a damaged checkpoint", "is refused"],
 )
 def test_a_run_that_is_not_what_it_was_asked_for_is_a_finding(
     change: Change, option: str, said: str, cluster: Cluster, tmp_path: Path
@@ -183,11 +163,6 @@ def test_a_twin_that_is_refused_before_it_runs_is_a_finding(cluster: Cluster, tm
     )
     (row,) = proof.rows
     assert row.what == "the run" and "it is refused: --on-bad-step: got rollback" in row.note and not proof.holds
-
-
-def test_what_cannot_run_at_all_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="num_attention_heads"):
-        prove_case(cluster, Case("as given", SMALL | {"tensor_model_parallel_size": 3}, 3), tmp_path, 600.0)
 
 
 def test_the_worst_of_each_kind_is_that_which_has_used_most_of_its_bound() -> None:

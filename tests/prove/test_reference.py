@@ -24,41 +24,21 @@ from megatron_llama.prove.reference import (
 )
 from megatron_llama.train.run.lr import learning_rate
 
-CASE = Case(
-    "as given",
-    {
-        "hidden_size": 64,
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": True,
-        "context_parallel_size": 2,
-        "data_parallel_sharding_strategy": "optim_grads",
-        "recompute_granularity": "full",
-        "optimizer_offload": "exact",
-        "micro_batch_size": 2,
-        "global_batch_size": 8,
-        "bf16": True,
-        "grad_reduce_in_bf16": True,
-        "clip_grad": 0.5,
-    },
-    8,
-)
+SPREAD = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2, "recompute_granularity": "full"}
+SHARDED = {"data_parallel_sharding_strategy": "optim_grads", "optimizer_offload": "exact", "grad_reduce_in_bf16": True}
+KEPT = {"hidden_size": 64, "global_batch_size": 8, "bf16": True, "clip_grad": 0.5}
+CASE = Case("as given", {**KEPT, **SPREAD, **SHARDED, "micro_batch_size": 2}, 8)
 
 
 def test_one_process_keeps_what_is_computed_and_nothing_of_how_it_is_spread() -> None:
     single = one_process(CASE)
     assert single.world_size == 1
-    assert single.options == {"hidden_size": 64, "micro_batch_size": 8, "global_batch_size": 8, "bf16": True, "clip_grad": 0.5}
+    assert single.options == {**KEPT, "micro_batch_size": 8}
     exact = one_process(in_fp32(CASE), fp64=True).options
     assert exact["fp64"] and "bf16" not in exact
-
-
-def test_zenflow_stays_in_one_process() -> None:
     zenflow = {"optimizer_offload": "zenflow", "zenflow_topk_ratio": 0.3}
     options = one_process(replace(CASE, options={**CASE.options, **zenflow})).options
     assert zenflow.items() <= options.items()
-
-
-def test_the_batch_of_one_process_is_the_whole_one() -> None:
     without = {name: value for name, value in CASE.options.items() if name != "global_batch_size"}
     assert one_process(replace(CASE, options=without)).options["micro_batch_size"] == 4, "two samples on each of two data ranks"
     growing = {**CASE.options, "rampup_batch_size": (2, 2, 16)}
@@ -70,10 +50,7 @@ def test_a_small_epsilon_grows_and_is_said() -> None:
     assert case.options["adam_eps"] == 1e-6 and case.notes[-1].option == "--adam-eps"
     large = replace(CASE, options={**CASE.options, "adam_eps": 1e-5})
     assert steady(large) == large
-
-
-def test_the_epsilon_of_low_rank_additions_in_half_precision_is_larger_and_is_said() -> None:
-    """A's second gradient is made of Adam's first step of B: a full one where the gradient was rounding."""
+    # A's second gradient is made of Adam's first step of B: a full one where the gradient was rounding.
     low_rank = replace(CASE, options={**CASE.options, "lora_rank": 2, "adam_eps": 1e-5})
     case = steady(low_rank)
     assert case.options["adam_eps"] == 1e-5 and smooth(case).options["adam_eps"] == 1e-2
@@ -106,12 +83,6 @@ def test_learning_rates_are_those_of_the_trainer(style: str | tuple[str, str]) -
     assert checked >= 5
 
 
-def test_a_step_of_which_nothing_counts_is_not_compared() -> None:
-    tokens = torch.zeros(4, 2, dtype=torch.int64)
-    with pytest.raises(NotComparedError, match="no label that counts"):
-        sequences([Batch(tokens, tokens, torch.zeros(4, 2))])
-
-
 def test_documents_are_sequences_of_their_own() -> None:
     tokens = torch.arange(10).view(5, 2)
     documents = torch.tensor([[0, 0], [0, 0], [1, 0], [1, 0], [2, 1]], dtype=torch.int32)
@@ -122,29 +93,29 @@ def test_documents_are_sequences_of_their_own() -> None:
     assert found.labels.tolist() == [[1, 3, 0, 0], [5, 7, 0, 0], [2, 4, 6, 8], [10, 0, 0, 0]]
     assert found.positions.tolist() == [[0, 1, 0, 0], [0, 1, 0, 0], [0, 1, 2, 3], [0, 0, 0, 0]]
     assert found.weights.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
-
-
-def test_a_batch_without_masks_is_its_samples() -> None:
+    # A batch without masks is its samples.
     tokens = torch.arange(6).view(3, 2)
     found = sequences([Batch(tokens, tokens + 1), Batch(tokens, tokens + 1)])
+    with pytest.raises(NotComparedError, match="no label that counts"):
+        sequences([Batch(tokens, tokens, torch.zeros(3, 2))])
     assert found.tokens.shape == (4, 3) and found.positions[3].tolist() == [0, 1, 2] and bool(found.weights.all())
 
 
-@pytest.mark.parametrize(
-    ("options", "config", "reason"),
-    [
-        ({}, Config(), ""),
-        ({"neftune_noise_alpha": 5.0}, Config(), "noise"),
-        ({}, Config(offload=OffloadConfig(optimizer_offload="zenflow")), "ZenFlow"),
-        ({"packing": True}, Config(model=ModelConfig(rope_scaling={"rope_type": "longrope"})), "longrope"),
-        ({}, Config(model=ModelConfig(rope_scaling={"rope_type": "longrope"}), data=DataConfig(reset_position_ids=True)), ""),
-        ({}, Config(model=ModelConfig(rope_scaling={"rope_type": "dynamic"}), data=DataConfig(reset_attention_mask=True)), "dynamic"),
-    ],
-    ids=["plain", "noise", "zenflow", "packed longrope", "longrope", "documents of dynamic"],
-)
-def test_what_transformers_has_no_counterpart_of_is_said(options: dict[str, object], config: Config, reason: str) -> None:
-    found = not_in_transformers(replace(CASE, options=options), config)
-    assert reason in found and bool(found) is bool(reason)
+LONGROPE, DYNAMIC = (ModelConfig(rope_scaling={"rope_type": kind}) for kind in ("longrope", "dynamic"))
+COMPARED: list[tuple[dict[str, object], Config, str]] = [
+    ({}, Config(), ""),
+    ({"neftune_noise_alpha": 5.0}, Config(), "noise"),
+    ({}, Config(offload=OffloadConfig(optimizer_offload="zenflow")), "ZenFlow"),
+    ({"packing": True}, Config(model=LONGROPE), "longrope"),
+    ({}, Config(model=LONGROPE, data=DataConfig(reset_position_ids=True)), ""),
+    ({}, Config(model=DYNAMIC, data=DataConfig(reset_attention_mask=True)), "dynamic"),
+]
+
+
+def test_what_transformers_has_no_counterpart_of_is_said() -> None:
+    for options, config, reason in COMPARED:
+        found = not_in_transformers(replace(CASE, options=options), config)
+        assert reason in found and bool(found) is bool(reason)
 
 
 def test_libraries_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,8 @@ from torch import Tensor
 from tests.harness import Cluster
 
 SMALL: dict[str, object] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 300,
-    "seq_length": 16,
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300, "seq_length": 16,
+}  # fmt: skip
 REFUSED: dict[str, dict[str, object]] = {
     "it rolls back to checkpoints that nobody had named": {"on_bad_step": "rollback"},
     "its length is given in passes": {"epochs": 0.5},
@@ -49,20 +44,9 @@ def test_what_can_run_can_be_proven(what: str, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_both_ends_of_a_pipeline_offload_a_tied_embedding(cluster: Cluster, tmp_path: Path) -> None:
     """One end chose its columns, a collective of the two, and the other had it on the device: both waited for ever."""
-    offload = {
-        "optimizer_offload": "zenflow",
-        "optimizer_offload_fraction": 0.5,
-        "zenflow_select_strategy": "step",
-        "zenflow_select_interval": "4",
-    }
-    options = {
-        **SMALL,
-        **offload,
-        "pipeline_model_parallel_size": 2,
-        "tie_word_embeddings": True,
-        "zenflow_full_warm_up_rounds": 0,
-        "zenflow_update_interval": "1",
-    }
+    options = {**SMALL, "pipeline_model_parallel_size": 2, "tie_word_embeddings": True}
+    options |= {"optimizer_offload": "zenflow", "optimizer_offload_fraction": 0.5, "zenflow_select_strategy": "step"}
+    options |= {"zenflow_select_interval": "4", "zenflow_full_warm_up_rounds": 0, "zenflow_update_interval": "1"}
     (case,) = shrink(read_options(None, options, SECTIONS), 2, 8)
     proof = prove_case(cluster, case, tmp_path, 120.0, checks=("one process",), axes=False)
     assert proof.holds, [row for row in proof.rows if not row.holds]

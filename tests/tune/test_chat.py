@@ -8,10 +8,12 @@ import os
 import pty
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from megatron_llama.checkpoint.model_folders.hf.writer import export_hf
 from megatron_llama.cli import main
 from megatron_llama.config.schema import Config
 from megatron_llama.data.tokenizer.load import load_tokenizer
@@ -25,6 +27,7 @@ from megatron_llama.train.api.common.trained import Trained
 from megatron_llama.tune.commands.chat import Talk
 from megatron_llama.tune.sft.chat import ChatTokenizer
 from megatron_llama.tune.sft.problems import UnusableError
+from tokenizers import pre_tokenizers
 
 from tests.model.test_generate import MODEL
 
@@ -35,39 +38,29 @@ SPECIAL = ("<s>", "</s>", "<|im_end|>")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer of letters with a few special tokens."""
-    from tokenizers import pre_tokenizers
-
     made = tmp_path_factory.mktemp("tokenizer")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     coder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    added = [
-        {
-            "id": len(letters) + number,
-            "content": name,
-            "special": True,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-        }
-        for number, name in enumerate(SPECIAL)
-    ]
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": len(letters) + number, "content": name, "special": True, **plain} for number, name in enumerate(SPECIAL)]
     model = {"type": "BPE", "vocab": {letter: number for number, letter in enumerate(letters)}, "merges": []}
-    (made / "tokenizer.json").write_text(
-        json.dumps({"version": "1.0", "added_tokens": added, "pre_tokenizer": coder, "decoder": coder, "model": model})
-    )
+    content = {"version": "1.0", "added_tokens": added, "pre_tokenizer": coder, "decoder": coder, "model": model}
+    (made / "tokenizer.json").write_text(json.dumps(content))
     (made / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     return made
 
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Trained:
-    from dataclasses import replace
-
     config, mesh = (Config(model=replace(MODEL, vocab_size=259, max_position_embeddings=256)), Mesh.single())
     [stage] = build_stages(config, mesh).values()
     load_stages([stage], rank_specs(config, mesh), InitialWeights(3, 0.3), dtype=torch.float32, device=mesh.device)
     return Trained(stage, load_tokenizer(folder), frozenset({257}))
+
+
+@pytest.fixture
+def hf(model: Trained, folder: Path, tmp_path: Path) -> Path:
+    return export_hf(tmp_path / "hf", model.stage.config, InitialWeights(3, 0.3), "float32", load_tokenizer(folder))
 
 
 def talk_of(model: Trained, template: str = "chatml", system: str | None = None, sampling: Sampling = GREEDY) -> Talk:
@@ -83,6 +76,7 @@ def expected(model: Trained, messages: list[dict[str, str]]) -> str:
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
 def test_each_answer_is_that_of_a_model_that_reads_all_of_it_and_reads_only_what_is_new(model: Trained, system: str | None) -> None:
+    assert [ChatTokenizer(model.tokenizer, name).ends() for name in ("chatml", "plain")] == [{258}, {257}]
     talk = talk_of(model, system=system)
     messages = [{"role": "system", "content": system}] if system else []
     read, before = list[int](), 0
@@ -100,11 +94,6 @@ def test_each_answer_is_that_of_a_model_that_reads_all_of_it_and_reads_only_what
     talk.reset()
     first = messages[: 1 + bool(system)]
     assert "".join(talk.answer("hi")) == expected(model, first)
-
-
-def test_the_templates_end_of_an_answer_ends_it(model: Trained) -> None:
-    assert ChatTokenizer(model.tokenizer, "chatml").ends() == {258}
-    assert ChatTokenizer(model.tokenizer, "plain").ends() == {257}
 
 
 def test_old_messages_are_forgotten_when_there_is_no_room(model: Trained) -> None:
@@ -130,24 +119,10 @@ def test_what_cannot_be_read_is_refused_and_forgotten(model: Trained) -> None:
 
 
 @pytest.mark.long
-def test_a_conversation_through_a_pipe(model: Trained, folder: Path, tmp_path: Path) -> None:
+def test_a_conversation_through_a_pipe(model: Trained, hf: Path, tmp_path: Path) -> None:
     """A folder of HuggingFace, its tokenizer, a template file."""
-    from megatron_llama.checkpoint.model_folders.hf.writer import export_hf
-
-    export_hf(tmp_path / "hf", model.stage.config, InitialWeights(3, 0.3), "float32", load_tokenizer(folder))
     (tmp_path / "template").write_text("{% for message in messages %}{{ message['role'][0] + message['content'] + '</s>' }}{% endfor %}")
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_llama",
-        "chat",
-        "--load",
-        str(tmp_path / "hf"),
-        "--temperature",
-        "0",
-        "--max-new-tokens",
-        "6",
-    ]
+    command = [sys.executable, "-m", "megatron_llama", "chat", "--load", str(hf), "--temperature", "0", "--max-new-tokens", "6"]
     command += ["--chat-template", str(tmp_path / "template")]
     lines = ["hi", "", "</s>", "/reset", "hi", "again"]
     ended = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=True)
@@ -155,13 +130,6 @@ def test_a_conversation_through_a_pipe(model: Trained, folder: Path, tmp_path: P
     first, second = ("".join(talk.answer(text)) for text in ("hi", "again"))
     assert ended.stdout == f"{first}\n{first}\n{second}\n"
     assert "error: the message: got the special token '</s>' at character 0" in ended.stderr
-
-
-@pytest.fixture
-def hf(model: Trained, folder: Path, tmp_path: Path) -> Path:
-    from megatron_llama.checkpoint.model_folders.hf.writer import export_hf
-
-    return export_hf(tmp_path / "hf", model.stage.config, InitialWeights(3, 0.3), "float32", load_tokenizer(folder))
 
 
 def test_commands(model: Trained, hf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

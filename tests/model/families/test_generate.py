@@ -18,6 +18,7 @@ PROMPT, TOKENS = 17, 200
 
 
 @pytest.mark.long
+@pytest.mark.tries("sliding_window", "layer_types", "partial_rotary_factor")
 @pytest.mark.parametrize("family", TWINS)
 def test_greedy_text_is_that_of_transformers(family: str) -> None:
     """Step by step the same logits, too: greedy text of small models repeats itself."""

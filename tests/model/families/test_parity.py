@@ -17,30 +17,21 @@ from torch import Tensor
 
 from tests.harness import Cluster
 from tests.model.families.twins import FIXED, SIZES, TWINS, DrawnWeights, FamilyLayout, family_layouts, reference
-from tests.parallel.cases import (
-    LOSS_BOUND,
-    NORM_BOUND,
-    STRATEGIES,
-    Record,
-    Reference,
-    deviation,
-    merged,
-    record,
-    token_ids,
-    train,
-    trainer,
-)
+from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, Record, Reference, deviation, merged, record, token_ids, train, trainer
 from tests.parallel.test_head import with_chunks
 from tests.parallel.test_lora import train_peft
 from tests.torch_twin import drawn
 
 References = Callable[[FamilyLayout], Reference]
-FAMILIES = pytest.mark.parametrize("family", TWINS)
 LENGTH, BATCH = 160, 2
 STEPS = 6
 """Twenty: ``tools/parity.py --families``."""
+PROMPT = token_ids(LENGTH * BATCH).view(BATCH, LENGTH)
+"""[b, s] ids of English text."""
 CHUNK = 300
 """Logits at once, far fewer than those of a microbatch."""
+FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+"""Phi-3's projections: each has one addition, whatever it stacks."""
 
 
 def logits_of(place: Place, family: str, sequence_parallel: bool) -> Tensor:
@@ -51,33 +42,18 @@ def logits_of(place: Place, family: str, sequence_parallel: bool) -> Tensor:
     [stage] = build_stages(config, mesh).values()
     load_stages([stage], rank_specs(config, mesh), DrawnWeights(config.model), dtype=torch.float32, device=mesh.device)
     with torch.no_grad():
-        return stage(prompt().t(), stage.positions(LENGTH, mesh.device))
-
-
-def prompt() -> Tensor:
-    """[b, s] ids of English text."""
-    return token_ids(LENGTH * BATCH).view(BATCH, LENGTH)
+        return stage(PROMPT.t(), stage.positions(LENGTH, mesh.device))
 
 
 @pytest.mark.few(2)
-@FAMILIES
+@pytest.mark.parametrize("family", TWINS)
 def test_logits_are_those_of_transformers(cluster: Cluster, family: str) -> None:
     with torch.no_grad():
-        expected = TWINS[family].hf_model()(prompt()).logits.transpose(0, 1)
+        expected = TWINS[family].hf_model()(PROMPT).logits.transpose(0, 1)
     assert expected.std() > 0.3, "logits that are all alike would prove nothing"
     for tp, sequence_parallel in ((1, False), (2, True), (4, False)):
         found = torch.cat(cluster.run(tp, logits_of, family, sequence_parallel), dim=-1)[..., : SIZES["vocab_size"]]
         assert float((found - expected).abs().max()) < 1e-4, (tp, sequence_parallel)
-
-
-@pytest.mark.parametrize("family", TWINS)
-def test_the_layouts_of_a_family_meet_every_axis(family: str) -> None:
-    own = family_layouts(family)
-    assert len({layout.name for layout in own}) >= 16
-    for axis in ("tp", "cp", "pp", "dp", "virtual", "sp"):
-        assert sum(getattr(layout, axis) > 1 or getattr(layout, axis) is True for layout in own) >= 2, axis
-    assert {layout.strategy for layout in own} == set(STRATEGIES)
-    assert {"interleaved", "zb-h1", "zb-v"} <= {layout.schedule for layout in own}
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +79,17 @@ def some_layouts() -> list[FamilyLayout]:
     return chosen
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", some_layouts(), ids=lambda layout: layout.name)
+WINDOWED = [
+    FamilyLayout(family="gemma3", documents=True, tp=2, cp=2, sp=True),
+    FamilyLayout(family="mistral", documents=True, cp=4),
+    FamilyLayout(family="phi3", documents=True, cp=2, pp=2, microbatches=2),
+]
+"""Documents in windows, with positions of their own."""
+
+
+@pytest.mark.parametrize(
+    "layout", [WINDOWED[0], *(pytest.param(one, marks=pytest.mark.long) for one in (*some_layouts(), *WINDOWED[1:]))], ids=lambda one: one.name
+)
 def test_training_is_that_of_transformers(references: References, cluster: Cluster, layout: FamilyLayout) -> None:
     compare(references, cluster, replace(layout, steps=STEPS))
 
@@ -123,10 +108,6 @@ def compare(references: References, cluster: Cluster, layout: FamilyLayout) -> N
         assert float((weight - alone[name]).norm() / alone[name].norm()) < 1e-4, name
     for one in records:
         assert len({records[rank].parameters for rank in one.dp_line}) == 1
-
-
-FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-"""Phi-3's projections: each has one addition, whatever it stacks."""
 
 
 @pytest.mark.long
@@ -152,20 +133,6 @@ def test_biases_next_to_low_rank_additions_and_alone(references: References, clu
     assert {name for name in changed if ("lora_" if layout.lora else ".bias") not in name} == set() != changed
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        FamilyLayout(family="gemma3", documents=True, tp=2, cp=2, sp=True),
-        pytest.param(FamilyLayout(family="mistral", documents=True, cp=4), marks=pytest.mark.long),
-        pytest.param(FamilyLayout(family="phi3", documents=True, cp=2, pp=2, microbatches=2), marks=pytest.mark.long),
-    ],
-    ids=lambda layout: layout.name,
-)
-def test_documents_in_windows(references: References, cluster: Cluster, layout: FamilyLayout) -> None:
-    """With positions of their own."""
-    compare(references, cluster, replace(layout, steps=STEPS))
-
-
 @pytest.mark.parametrize(("family", "targets"), [("phi3", FUSED), ("olmo2", ("q_proj", "v_proj", "up_proj"))])
 def test_additions_train_as_with_peft(references: References, family: str, targets: tuple[str, ...]) -> None:
     """Also to projections that stack several of ours, and in front of a norm of queries."""
@@ -184,11 +151,8 @@ def in_chunks(place: Place, layout: FamilyLayout) -> Record:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "layout", [FamilyLayout(family="gemma3"), FamilyLayout(family="gemma3", tp=2, sp=True)], ids=lambda layout: layout.name
-)
-def test_capped_logits_in_chunks_are_those_at_once(cluster: Cluster, layout: FamilyLayout, references: References) -> None:
-    layout = replace(layout, steps=STEPS)
+def test_capped_logits_in_chunks_are_those_at_once(cluster: Cluster, references: References) -> None:
+    layout = FamilyLayout(family="gemma3", tp=2, sp=True, steps=STEPS)
     [chunked, *_] = cluster.run(layout.world_size, in_chunks, layout)
     row = references(layout).row(layout.name, chunked)
     assert row.holds, row

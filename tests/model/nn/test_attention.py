@@ -26,8 +26,8 @@ from megatron_llama.model.nn.attention import (
 from megatron_llama.model.nn.context import causal_document_mask
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.model.nn.dispatch import Dispatched
 from tests.over_cases import over_cases
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -174,11 +174,16 @@ def test_accelerator_operators_accept_what_they_are_given(length: int, dtype: to
     """Shapes and dtypes through torch's own shape functions of the accelerator's operators, on the device that computes nothing."""
     leaves = [torch.empty(length, B, count, D, dtype=dtype, device="meta").permute(1, 2, 0, 3) for count in (N, 2, 2)]
     mask = torch.ones(B, 1, length, length, dtype=torch.bool, device="meta") if masked else None
-    out, lse = attend(*leaves, causal=True, mask=mask)
-    grads = attend_backward(out, *leaves, out, lse, causal=True, mask=mask)
-    assert out.shape == leaves[0].shape and out.dtype is dtype
-    assert lse.shape == (B, N, length) and lse.dtype is torch.float32
-    assert [(grad.shape, grad.dtype) for grad in grads] == [(leaf.shape, dtype) for leaf in leaves]
+    check_shapes(leaves, causal=True, mask=mask)
+
+
+def check_shapes(leaves: list[Tensor], **options: Any) -> None:
+    """Of output, log-sum-exp and gradients, with their dtypes."""
+    out, lse = attend(*leaves, **options)
+    grads = attend_backward(out, *leaves, out, lse, **options)
+    assert out.shape == leaves[0].shape and out.dtype is leaves[0].dtype
+    assert lse.shape == leaves[0].shape[:3] and lse.dtype is torch.float32
+    assert [(grad.shape, grad.dtype) for grad in grads] == [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def pieces_on(device: str, kv_heads: int = 2, head_dim: int = 16, dtype: torch.dtype = torch.bfloat16, length: int = 128) -> list[Tensor]:
@@ -199,14 +204,10 @@ def test_pieces_go_to_cudnn_where_torch_lets_them(kv_heads: int, causal: bool, m
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(attention, "can_use_cudnn_attention", lets)
     leaves = pieces_on("meta", kv_heads)
-    with Operators() as seen:
-        out, lse = attend(*leaves, causal=causal)
-        grads = attend_backward(out, *leaves, out, lse, causal=causal)
-    assert out.shape == leaves[0].shape and out.dtype is torch.bfloat16
-    assert lse.shape == (B, N, 128) and lse.dtype is torch.float32
-    assert [(grad.shape, grad.dtype) for grad in grads] == [(leaf.shape, torch.bfloat16) for leaf in leaves]
-    kernels = [name for name, *_ in seen.calls if "attention" in name]
-    assert kernels == [f"aten._scaled_dot_product_cudnn_attention{kind}.default" for kind in ("", "_backward")]
+    with Dispatched() as seen:
+        check_shapes(leaves, causal=causal)
+    kernels = [name for name, *_ in seen.named("attention")]
+    assert kernels == [f"_scaled_dot_product_cudnn_attention{kind}" for kind in ("", "_backward")]
     assert [(one.is_causal, one.enable_gqa, one.dropout, one.attn_mask) for one in asked] == [(causal, kv_heads != N, 0.0, None)] * 2
 
 
@@ -294,21 +295,16 @@ def packed(dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     return leaves, ids
 
 
-def test_documents_lie_end_to_end() -> None:
-    documents = Documents.of(packed(torch.float32)[1])
-    assert documents.starts.dtype is torch.int32
-    assert documents.starts.tolist() == [0, 11, 12, 16, 17, 22, 24, 30, 33] and documents.longest == 11
-    one = Documents.of(torch.zeros(1, 1, dtype=torch.int32))
-    assert one.starts.tolist() == [0, 1] and one.longest == 1
-
-
 @DTYPES
 def test_documents_are_the_mask(dtype: torch.dtype) -> None:
     """Output and gradients."""
     leaves, ids = packed(dtype)
+    documents = Documents.of(ids)
+    assert documents.starts.dtype is torch.int32
+    assert documents.starts.tolist() == [0, 11, 12, 16, 17, 22, 24, 30, 33] and documents.longest == 11
     upstream = torch.randn(11, B, N * D, generator=torch.Generator().manual_seed(5)).to(dtype)
     results = []
-    for mask in (Documents.of(ids), causal_document_mask(ids)):
+    for mask in (documents, causal_document_mask(ids)):
         out = causal_attention(*leaves, mask)
         results.append((out, *torch.autograd.grad(out, leaves, upstream)))
     for found, expected in zip(*results, strict=True):
@@ -321,27 +317,15 @@ def test_the_accelerator_is_sent_documents_as_they_lie(batch: int) -> None:
     nothing. Parts of one projection of one sequence are not copied."""
     projected = torch.empty(64, batch, 8, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
     documents = Documents(torch.empty(5, dtype=torch.int32, device="meta"), 20)
-    with Operators() as seen:
+    with Dispatched() as seen:
         out = causal_attention(*projected.split([4, 2, 2], dim=2), documents)
     assert out.shape == (64, batch, 64) and out.dtype is torch.bfloat16
-    [(_, query, key, value)] = [call for call in seen.calls if call[0] == "aten._flash_attention_forward.default"]
+    [(_, (query, key, value, *_), _)] = seen.named("_flash_attention_forward")
     assert query.shape == (64 * batch, 4, 16) and key.shape == value.shape == (64 * batch, 2, 16)
     if batch == 1:
         assert [part.stride() for part in (query, key, value)] == [(128, 16, 1)] * 3
     out.backward(torch.empty_like(out))
     assert projected.grad is not None and projected.grad.shape == projected.shape
-
-
-class Operators(TorchDispatchMode):
-    """The operators that are called, and their tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append((str(func), *(arg for arg in args[:3] if isinstance(arg, Tensor))))
-        return func(*args, **(kwargs or {}))
 
 
 def test_documents_need_a_kernel_that_takes_them() -> None:

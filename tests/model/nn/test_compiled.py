@@ -15,11 +15,11 @@ from megatron_llama.model.nn.compiled import MAX_SHAPES, MIN_ELEMENTS, Compiled,
 from megatron_llama.model.nn.host.ops import HOST
 
 from tests.model.families.twins import FamilyLayout
-from tests.parallel.cases import Layout, Trainer, trainer
+from tests.parallel.cases import trainer
 
 
 @dataclass(frozen=True)
-class WithCompiler(Layout):
+class WithCompiler(FamilyLayout):
     """A layout with --compile."""
 
     def config(self) -> Config:
@@ -28,45 +28,26 @@ class WithCompiler(Layout):
         return replace(config, training=replace(config.training, compile=True))
 
 
-@dataclass(frozen=True)
-class FamilyWithCompiler(FamilyLayout):
-    """A layout of a family with --compile."""
-
-    def config(self) -> Config:
-        """See Layout."""
-        config = super().config()
-        return replace(config, training=replace(config.training, compile=True))
-
-
-def run_of(layout: Layout) -> Trainer:
-    return trainer(Place(0, 1, 0), layout)
-
-
 @pytest.mark.tries("compile")
 @pytest.mark.long
-def test_a_compiled_step_is_the_plain_one_but_for_roundings(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("llama", ("add_norm", "norm_backward", "rotate", "rotate_back", "swiglu_backward")),
+        ("gemma3", ("add_norm", "norm_backward", "norm_heads", "norm_heads_backward", "geglu_backward")),
+    ],
+)
+def test_a_compiled_step_is_the_plain_one_but_for_roundings(family: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3 has norms of heads, 1 + w and another gate."""
     monkeypatch.setattr(compiled, "MIN_ELEMENTS", 1)
-    plain, fast = run_of(Layout()), run_of(WithCompiler())
+    plain, fast = (trainer(Place(0, 1, 0), layout(family=family)) for layout in (FamilyLayout, WithCompiler))
     ops = fast.stages[0].options.ops
     assert ops is not HOST and plain.stages[0].options.ops is HOST
     for step in range(2):
         (loss, norm), (expected, expected_norm) = fast.step(step), plain.step(step)
         assert float(loss) == pytest.approx(float(expected), rel=1e-6)
         assert float(norm) == pytest.approx(float(expected_norm), rel=2e-5)
-    used = (ops.add_norm, ops.norm_backward, ops.rotate, ops.rotate_back, ops.swiglu_backward)
-    assert all(isinstance(one, Compiled) and one._known for one in used)
-
-
-@pytest.mark.long
-def test_a_compiled_step_of_another_family_is_the_plain_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma 3 has norms of heads, 1 + w and another gate."""
-    monkeypatch.setattr(compiled, "MIN_ELEMENTS", 1)
-    plain, fast = run_of(FamilyLayout(family="gemma3")), run_of(FamilyWithCompiler(family="gemma3"))
-    (loss, norm), (expected, expected_norm) = fast.step(0), plain.step(0)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
-    assert float(norm) == pytest.approx(float(expected_norm), rel=2e-5)
-    ops = fast.stages[0].options.ops
-    used = (ops.add_norm, ops.norm_backward, ops.norm_heads, ops.norm_heads_backward, ops.geglu_backward)
+    used = [getattr(ops, name) for name in names]
     assert all(isinstance(one, Compiled) and one._known for one in used)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron_llama.engine.comm.p2p import exchange
 from megatron_llama.engine.comm.recorder import Recorder, Traffic
-from megatron_llama.engine.mesh import Axis, Mesh
+from megatron_llama.engine.mesh import Axis
 from megatron_llama.errors import ConfigError
 from megatron_llama.launch.launcher import Place
 from megatron_llama.model.nn import attention, sliding
@@ -19,13 +19,12 @@ from megatron_llama.model.nn.attention import ScoreRule
 from megatron_llama.model.nn.context import causal_document_mask, context_attention, local_sequence
 from megatron_llama.model.plan.zigzag import Piece, chunk_owner, gathered_pieces, own_pieces, ring_pieces, window_messages, zigzag_chunks
 from torch import Tensor
-from torch.autograd import gradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import Cluster
 from tests.model.nn.cudnn import on_hopper
-from tests.model.nn.spmd import numbers, replicated, weighted_total
+from tests.model.nn.dispatch import Dispatched, scores
+from tests.model.nn.spmd import numbers
 from tests.model.nn.test_sliding import Flash, LargestMask
 from tests.nccl_transport import installed
 
@@ -64,20 +63,25 @@ def expected(leaves: list[Tensor], document_ids: Tensor | None) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (query, key, value), leaves[3].double())]
 
 
+def check_part(cp: Axis, comm: Any, leaves: list[Tensor], ids: Tensor | None, rule: ScoreRule, whole: list[Tensor], least: float) -> None:
+    """This rank's part of output and gradients is that of the whole, relative to the largest element, or to ``least``."""
+    *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in leaves)
+    out = context_attention(*local, cp=cp, comm=comm, document_ids=ids, rule=rule)
+    found = [out.detach(), *torch.autograd.grad(out, local, upstream)]
+    for name, ours, exact in zip(("out", "query", "key", "value"), found, whole, strict=True):
+        theirs = local_sequence(exact, cp)
+        assert ours.shape == theirs.shape and ours.dtype is leaves[0].dtype
+        error = ((ours.double() - theirs).abs().max() / exact.abs().max().clamp(min=least)).item()
+        assert error < (1 + least) * TOLERANCE[ours.dtype], f"{name} with {leaves[1].shape[2]} kv heads and {rule}: {error}"  # false for NaN
+
+
 def check_against_one_process(place: Place, comm: Any, dtype: torch.dtype, with_documents: bool) -> None:
     cp = context_axis(place)
     length = 2 * cp.size * CHUNK
     ids = documents(length) if with_documents else None
     for kv_heads in (N, 2, 1):
         leaves = inputs(length, kv_heads, dtype)
-        *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in leaves)
-        out = context_attention(*local, cp=cp, comm=comm, document_ids=ids)
-        found = [out.detach(), *torch.autograd.grad(out, local, upstream)]
-        for name, ours, whole in zip(("out", "query", "key", "value"), found, expected(leaves, ids), strict=True):
-            theirs = local_sequence(whole, cp)
-            assert ours.shape == theirs.shape and ours.dtype is dtype
-            error = ((ours.double() - theirs).abs().max() / whole.abs().max()).item()
-            assert error < TOLERANCE[dtype], f"{name} with {kv_heads} kv heads: {error}"  # false for NaN
+        check_part(cp, comm, leaves, ids, ScoreRule(), expected(leaves, ids), 0.0)
 
 
 def in_windows(leaves: list[Tensor], rule: ScoreRule, document_ids: Tensor | None) -> list[Tensor]:
@@ -107,47 +111,7 @@ def check_windows(place: Place, comm: Any, dtype: torch.dtype, with_documents: b
     rules = [ScoreRule(window=window) for window in (1, 2, CHUNK, CHUNK + 1, CHUNK + 2, 2 * CHUNK + 3, length - 1)]
     others = [ScoreRule(window=length), ScoreRule(0.7, CHUNK + 3, 1.5), ScoreRule(0.7, 0, 1.5)]
     for rule in rules if only_windows else rules + others:
-        *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in leaves)
-        out = context_attention(*local, cp=cp, comm=comm, document_ids=ids, rule=rule)
-        found = [out.detach(), *torch.autograd.grad(out, local, upstream)]
-        for name, ours, whole in zip(("out", "query", "key", "value"), found, in_windows(leaves, rule, ids), strict=True):
-            theirs = local_sequence(whole, cp)
-            assert ours.shape == theirs.shape and ours.dtype is dtype
-            error = ((ours.double() - theirs).abs().max() / max(1.0, whole.abs().max().item())).item()
-            assert error < 2 * TOLERANCE[dtype], f"{name} with {rule}: {error}"
-
-
-def window_traffic(place: Place, window: int, dtype: torch.dtype) -> list[dict[tuple[str, str], Traffic]]:
-    """What forward sent, and what forward and backward sent together."""
-    cp = context_axis(place)
-    *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in inputs(2 * cp.size * CHUNK, 2, dtype))
-    out = context_attention(*local, cp=cp, rule=ScoreRule(window=window))
-    forward = {key: Traffic(one.calls, one.bytes) for key, one in cp.recorder.traffic.items()}
-    out.backward(upstream)
-    return [forward, cp.recorder.traffic]
-
-
-def window_scores(place: Place, window: int) -> int:
-    """Scores that forward computes."""
-    cp = context_axis(place)
-    local = [local_sequence(leaf, cp) for leaf in inputs(2 * cp.size * CHUNK, 2, torch.float32)[:3]]
-    with Scores() as counted:
-        context_attention(*local, cp=cp, rule=ScoreRule(window=window))
-    return counted.forward
-
-
-def check_gradients(place: Place, comm: Any, with_documents: bool) -> None:
-    """Finite differences of one number that depends on every rank's output, by inputs that every rank holds whole."""
-    cp = context_axis(place)
-    length = 2 * cp.size
-    ids = documents(length)[:, 1:] if with_documents else None
-    whole = (numbers(length, 2, 2, 3, seed=1), numbers(length, 2, 1, 3, seed=2), numbers(length, 2, 1, 3, seed=3))
-
-    def function(*leaves: Tensor) -> Tensor:
-        local = (local_sequence(replicated(leaf), cp) for leaf in leaves)
-        return weighted_total(context_attention(*local, cp=cp, comm=comm, document_ids=ids), cp, split=True)
-
-    assert gradcheck(function, whole)
+        check_part(cp, comm, leaves, ids, rule, in_windows(leaves, rule, ids), 1.0)
 
 
 def check_strided_gradient(place: Place, comm: Any) -> None:
@@ -161,11 +125,11 @@ def check_strided_gradient(place: Place, comm: Any) -> None:
         torch.testing.assert_close(ours, local_sequence(whole, cp), rtol=1e-12, atol=1e-12)
 
 
-def traffic(place: Place, comm: Any, dtype: torch.dtype) -> list[dict[tuple[str, str], Traffic]]:
+def traffic(place: Place, comm: Any, dtype: torch.dtype, window: int = 0) -> list[dict[tuple[str, str], Traffic]]:
     """What forward sent, and what forward and backward sent together."""
     cp = context_axis(place)
     *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in inputs(2 * cp.size * CHUNK, 2, dtype))
-    out = context_attention(*local, cp=cp, comm=comm)
+    out = context_attention(*local, cp=cp, comm=comm, rule=ScoreRule(window=window))
     forward = {key: Traffic(one.calls, one.bytes) for key, one in cp.recorder.traffic.items()}
     out.backward(upstream)
     return [forward, cp.recorder.traffic]
@@ -178,33 +142,15 @@ def check_cudnn(place: Place, comm: Any) -> None:
     assert cudnn.forward == cudnn.backward > 0
 
 
-class Scores(TorchDispatchMode):
-    """Counts the scores that the attention kernels are asked for, in forward and in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forward, self.backward = 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
-            self.forward += self.count(*args[:2], causal=args[4] if len(args) > 4 else False)
-        elif func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-            self.backward += self.count(*args[1:3], causal=args[7])
-        return func(*args, **(kwargs or {}))
-
-    def count(self, query: Tensor, key: Tensor, causal: bool) -> int:
-        queries, keys = query.shape[2], key.shape[2]
-        return query.shape[0] * query.shape[1] * (queries * (queries + 1) // 2 if causal else queries * keys)
-
-
-def scores(place: Place, comm: Any, with_documents: bool) -> tuple[int, int]:
+def scores_of(place: Place, comm: Any, with_documents: bool, window: int = 0) -> tuple[int, int]:
+    """Forward and backward."""
     cp = context_axis(place)
     length = 2 * cp.size * CHUNK
     ids = documents(length) if with_documents else None
     *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in inputs(length, 2, torch.float32))
-    with Scores() as counter:
-        context_attention(*local, cp=cp, comm=comm, document_ids=ids).backward(upstream)
-    return counter.forward, counter.backward
+    with Dispatched() as dispatched:
+        context_attention(*local, cp=cp, comm=comm, document_ids=ids, rule=ScoreRule(window=window)).backward(upstream)
+    return scores(dispatched)
 
 
 def check_exchange(place: Place) -> None:
@@ -265,8 +211,8 @@ def test_one_rank_is_plain_attention_and_sends_nothing() -> None:
         for with_documents in (False, True):
             check_against_one_process(Place(0, 1, 0), "ring", dtype, with_documents)
     axis = context_axis(Place(0, 1, 0))
-    leaves = inputs(8, 2, torch.float32)[:3]
-    assert context_attention(*leaves, cp=axis).shape == (8, B, N * D)
+    leaves = inputs(7, 2, torch.float32)[:3]  # an odd length: only several ranks need equal chunks
+    assert context_attention(*leaves, cp=axis).shape == (7, B, N * D)
     assert axis.recorder.traffic == {}
 
 
@@ -318,41 +264,27 @@ def seen_of_others(rank: int, size: int, window: int) -> dict[int, set[int]]:
 def test_only_what_windows_reach_is_sent(cluster: Cluster, size: int, window: int, dtype: torch.dtype) -> None:
     """To the byte: keys with values once in each direction, and their gradients once, in at least fp32; nothing that no query sees."""
     token = 2 * B * 2 * D
-    for rank, (forward, both) in enumerate(cluster.run(size, window_traffic, window, dtype)):
+    for rank, (forward, both) in enumerate(cluster.run(size, traffic, "ring", dtype, window)):
         others = [seen_of_others(other, size, window).get(rank, set()) for other in range(size) if other != rank]
         sent, messages = sum(map(len, others)), sum(map(bool, others))
         own = seen_of_others(rank, size, window).values()
         received, sources = sum(map(len, own)), len(own)
         assert window_messages(rank, size, CHUNK, window) == (messages, sent)
         wide = torch.promote_types(dtype, torch.float32).itemsize
-        expected_forward = {
-            ("cp", "send"): Traffic(messages, sent * token * dtype.itemsize),
-            ("cp", "receive"): Traffic(sources, received * token * dtype.itemsize),
-        }
-        assert forward == {key: one for key, one in expected_forward.items() if one.calls}
-        assert both == {
-            key: one
-            for key, one in {
-                ("cp", "send"): Traffic(2 * messages + sources, token * (2 * sent * dtype.itemsize + received * wide)),
-                ("cp", "receive"): Traffic(2 * sources + messages, token * (2 * received * dtype.itemsize + sent * wide)),
-            }.items()
-            if one.calls
-        }
+        narrow = dtype.itemsize
+        forwards = {"send": (messages, sent * token * narrow), "receive": (sources, received * token * narrow)}
+        backwards = {"send": (2 * messages + sources, token * (2 * sent * narrow + received * wide))}
+        backwards["receive"] = (2 * sources + messages, token * (2 * received * narrow + sent * wide))
+        assert forward == {("cp", way): Traffic(*counts) for way, counts in forwards.items() if counts[0]}
+        assert both == {("cp", way): Traffic(*counts) for way, counts in backwards.items() if counts[0]}
 
 
 @pytest.mark.long
 def test_chunks_beyond_the_window_are_not_computed(cluster: Cluster) -> None:
     """A rank's chunks with themselves, and at most as much again as the window reaches."""
-    for found in cluster.run(4, window_scores, 3):
+    for found, _ in cluster.run(4, scores_of, "ring", False, 3):
         own = 2 * CHUNK * CHUNK
         assert own <= found // (B * N) <= own + 2 * 2 * 2
-
-
-@pytest.mark.few(1)
-@COMMS
-@pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
-def test_gradients_by_finite_differences(cluster: Cluster, comm: str, with_documents: bool) -> None:
-    cluster.run(2, check_gradients, comm, with_documents)
 
 
 @COMMS
@@ -360,33 +292,22 @@ def test_gradient_of_a_sum(cluster: Cluster, comm: str) -> None:
     cluster.run(2, check_strided_gradient, comm)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(6)
 @SIZES
+@COMMS
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_all_gather_sends_three_messages(cluster: Cluster, size: int, dtype: torch.dtype) -> None:
-    """Keys with values once in each direction; their gradients once, in at least fp32."""
-    elements = 2 * (2 * size * CHUNK) * B * 2 * D
-    wide = torch.promote_types(dtype, torch.float32).itemsize
-    for forward, both in cluster.run(size, traffic, "all_gather", dtype):
-        assert forward == {("cp", "all_gather"): Traffic(1, elements * dtype.itemsize)}
-        assert both == {
-            ("cp", "all_gather"): Traffic(2, 2 * elements * dtype.itemsize),
-            ("cp", "reduce_scatter"): Traffic(1, elements * wide),
-        }
-
-
-@pytest.mark.few(4)
-@SIZES
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_ring_sends_a_message_per_other_rank(cluster: Cluster, size: int, dtype: torch.dtype) -> None:
-    """Forward: keys with values. Backward: those again, and as many with their gradients, in at least fp32."""
+def test_messages_without_windows(cluster: Cluster, size: int, comm: str, dtype: torch.dtype) -> None:
+    """Forward: keys with values once in each direction. Backward: those again, and their gradients once, in at least fp32."""
     elements, steps = 2 * (2 * CHUNK) * B * 2 * D, size - 1
-    wide = torch.promote_types(dtype, torch.float32).itemsize
-    for forward, both in cluster.run(size, traffic, "ring", dtype):
-        for operation in ("send", "receive"):
-            assert forward.pop(("cp", operation)) == Traffic(steps, steps * elements * dtype.itemsize)
-            assert both.pop(("cp", operation)) == Traffic(3 * steps, steps * elements * (2 * dtype.itemsize + wide))
-        assert forward == both == {}
+    narrow, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
+    for forward, both in cluster.run(size, traffic, comm, dtype):
+        if comm == "ring":
+            assert forward == {("cp", way): Traffic(steps, steps * elements * narrow) for way in ("send", "receive")}
+            assert both == {("cp", way): Traffic(3 * steps, steps * elements * (2 * narrow + wide)) for way in ("send", "receive")}
+        else:
+            assert forward == {("cp", "all_gather"): Traffic(1, size * elements * narrow)}
+            gradients = Traffic(1, size * elements * wide)
+            assert both == {("cp", "all_gather"): Traffic(2, 2 * size * elements * narrow), ("cp", "reduce_scatter"): gradients}
 
 
 @pytest.mark.few(4)
@@ -398,10 +319,10 @@ def test_every_rank_computes_its_share_of_the_scores(cluster: Cluster, size: int
     length = 2 * size * CHUNK
     total = B * N * length * (length + 1) // 2
     assert total % size == 0
-    assert cluster.run(size, scores, comm, with_documents) == [(total // size, total // size)] * size
+    assert cluster.run(size, scores_of, comm, with_documents) == [(total // size, total // size)] * size
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_exchange_turns_the_ring(cluster: Cluster, size: int) -> None:
     cluster.run(size, check_exchange)
 
@@ -452,10 +373,3 @@ def test_unequal_chunks_are_refused() -> None:
 def test_document_mask_is_causal_and_keeps_documents_apart() -> None:
     mask = causal_document_mask(torch.tensor([[7, 1], [7, 2], [3, 2]]))
     assert mask.int().tolist() == [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]], [[[1, 0, 0], [0, 1, 0], [0, 1, 1]]]]
-
-
-def test_single_process_mesh_needs_no_communication() -> None:
-    mesh = Mesh.single()
-    leaves = inputs(7, 2, torch.float64)  # an odd length: only several ranks need equal chunks
-    out = context_attention(*leaves[:3], cp=mesh.tp)
-    torch.testing.assert_close(out, expected(leaves, None)[0], rtol=1e-12, atol=1e-12)

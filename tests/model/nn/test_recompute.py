@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,22 +12,20 @@ from typing import Any
 import pytest
 import torch
 from megatron_llama.engine.comm.recorder import Traffic
-from megatron_llama.engine.param_handle import attach_param_handle
 from megatron_llama.launch.launcher import Place
-from megatron_llama.model.nn.functional import gated, recomputable_add_norm, recomputable_gated, rms_norm, split_heads
+from megatron_llama.model.nn.functional import gated, recomputable_add_norm, recomputable_gated, rms_norm
 from megatron_llama.model.nn.linear import column_linear
 from megatron_llama.model.nn.ops import PLAIN
 from megatron_llama.model.nn.recompute import Recomputable, recomputed
-from megatron_llama.model.nn.rotary import rope_frequencies, rope_table
 from megatron_llama.model.plan.activation_memory import Activations
 from megatron_llama.model.plan.chunks import GRANULARITIES, Granularity
 from megatron_llama.model.positions import Positions
 from megatron_llama.pipeline.build import compute_dtype
 from torch import Tensor, nn
-from torch.autograd import gradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import Cluster
+from tests.model.nn.dispatch import Dispatched
+from tests.model.nn.handle import Handle
 from tests.model.nn.spmd import numbers, tensor_mesh
 from tests.model.test_activation_memory import BATCH, FIELDS, Run, build, kept, several, storage
 from tests.parallel.cases import MODEL, SEQ_LENGTH, Layout, train, trainer
@@ -36,15 +34,12 @@ CPU = torch.device("cpu")
 LAYOUTS = [
     Layout(microbatches=2),
     Layout(microbatches=2, bf16=True),
-    pytest.param(Layout(tp=2), marks=pytest.mark.long),
     Layout(tp=2, sp=True),
     pytest.param(Layout(tp=2, kv_heads=1, sp=True), marks=pytest.mark.long),
     Layout(cp=2),
     Layout(dp=2, microbatches=2, strategy="optim_grads"),
     Layout(pp=2, microbatches=4),
-    Layout(pp=2, microbatches=4, schedule="zb-h1"),
     Layout(pp=2, microbatches=4, virtual=2, schedule="zb-v", tied=True),
-    pytest.param(Layout(tp=2, pp=2, microbatches=4, schedule="zb-h1"), marks=pytest.mark.long),
     Layout(tp=2, pp=2, sp=True, microbatches=4, schedule="zb-h1"),
     Layout(documents=True, microbatches=2),
 ]
@@ -62,29 +57,17 @@ def test_training_is_the_same_to_the_bit(cluster: Cluster, layout: Layout) -> No
                 assert torch.equal(piece.master, copy.master), piece.rectangle
 
 
-class Calls(TorchDispatchMode):
-    """Counts matrix products and attention kernels, forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products = self.attentions = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        self.products += name in ("mm", "addmm", "bmm", "baddbmm")
-        self.attentions += "flash_attention" in name
-        return func(*args, **(kwargs or {}))
-
-
 def calls(place: Place, layout: Run) -> tuple[int, int, dict[tuple[str, str], Traffic]]:
     """Of one training step: matrix products, attention kernels, messages."""
     run = trainer(place, layout)
     run.step(0)
     batches, recorder = run.batches(1), run.mesh.recorder
     recorder.traffic.clear()
-    with Calls() as counted:
+    with Dispatched() as dispatched:
         run.runtime.step(batches)
-    return counted.products, counted.attentions, recorder.traffic
+    names = [name for name, *_ in dispatched.calls]
+    products = sum(name in ("mm", "addmm", "bmm", "baddbmm") for name in names)
+    return products, sum("flash_attention" in name for name in names), recorder.traffic
 
 
 BLOCKS, MICROBATCHES = MODEL.num_hidden_layers, 2
@@ -112,30 +95,6 @@ def test_what_is_computed_and_sent_again(cluster: Cluster, tp: int, sp: bool, la
         assert extra == {key: count for key, count in kinds.items() if count}
 
 
-class Kept:
-    """A handle that postpones everything."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.grad, self.work = torch.full_like(weight, torch.nan), list[Callable[[], None]]()
-        self.written = 0
-
-    def wait_unsharded(self) -> int:
-        return 0
-
-    def check_version(self, version: int) -> None:
-        assert version == 0
-
-    def grad_view(self) -> tuple[Tensor, float]:
-        return self.grad, float(self.written > 0)
-
-    def grad_written(self) -> None:
-        self.written += 1
-
-    def keep_wgrad(self, work: Callable[[], None]) -> bool:
-        self.work.append(work)
-        return True
-
-
 def tensors_of(work: Any) -> Iterator[Tensor]:
     if isinstance(work, Tensor):
         yield work
@@ -150,9 +109,7 @@ def deferred(place: Place, layout: Run) -> tuple[int, int]:
     """Bytes held between the halves of a split backward pass of the blocks of a stage: found, expected."""
     config = layout.config()
     _, stage = build(place, config)
-    weights = {weight: Kept(weight) for weight in stage.model.layers.parameters()}
-    for weight, handle in weights.items():
-        attach_param_handle(weight, handle)
+    weights = {weight: Handle(weight, put_off=True) for weight in stage.model.layers.parameters()}
     length = SEQ_LENGTH // (layout.tp if layout.sp else 1)
     x = torch.randn(length, BATCH, MODEL.hidden_size, dtype=compute_dtype(config), requires_grad=True)
     positions = stage.positions(SEQ_LENGTH, CPU)
@@ -170,26 +127,17 @@ def deferred(place: Place, layout: Run) -> tuple[int, int]:
     return found, BLOCKS * Activations.from_config(config).postponed_block(layout.recompute)
 
 
+SPLIT = [Run(), Run(tp=2), Run(tp=2, sp=True), Run(kv_heads=4), Run(tp=2, sp=True, kv_heads=1)]
+SPLIT += [replace(run, bf16=True) for run in SPLIT]
+SPLIT += [Run(tp=2, sp=True, fields=tuple(fields.items())) for fields in FIELDS.values()]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("recompute", GRANULARITIES)
-@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS.keys())
-def test_a_split_pass_of_other_families_keeps_what_the_formula_says(
-    cluster: Cluster, fields: dict[str, Any], recompute: Granularity
-) -> None:
+@pytest.mark.parametrize("layout", SPLIT, ids=lambda layout: " ".join((layout.name, *dict(layout.fields))))
+def test_a_split_pass_keeps_what_the_formula_says(cluster: Cluster, layout: Run, recompute: Granularity) -> None:
     """Biases and norms have their gradients in the first half."""
-    layout = Run(tp=2, sp=True, recompute=recompute, fields=tuple(fields.items()))
-    found = cluster.run(layout.tp, deferred, layout)
-    assert all(held == expected for held, expected in found), found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("recompute", GRANULARITIES)
-@pytest.mark.parametrize(
-    "layout", [Run(), Run(tp=2), Run(tp=2, sp=True), Run(kv_heads=4), Run(tp=2, sp=True, kv_heads=1)], ids=lambda layout: layout.name
-)
-def test_a_split_pass_keeps_what_the_formula_says(cluster: Cluster, layout: Run, recompute: Granularity, bf16: bool) -> None:
-    found = cluster.run(layout.tp, deferred, replace(layout, recompute=recompute, bf16=bf16))
+    found = cluster.run(layout.tp, deferred, replace(layout, recompute=recompute))
     assert all(held == expected for held, expected in found), found
 
 
@@ -201,8 +149,7 @@ def test_a_split_pass_makes_the_input_only_with_the_weight_gradient() -> None:
         return x * 2
 
     weight = torch.nn.Parameter(numbers(3, 4, seed=2).detach())
-    handle, x = Kept(weight), numbers(5, 2, 4, seed=1)
-    attach_param_handle(weight, handle)
+    handle, x = Handle(weight, put_off=True), numbers(5, 2, 4, seed=1)
     tp = tensor_mesh(Place(0, 1, 0)).tp
     column_linear(Recomputable(x * 2, make, (x.detach(),)), weight, tp, sequence_parallel=False).sum().backward()
     assert made == [] and torch.equal(x.grad, 2 * weight.sum(0).expand_as(x))
@@ -290,17 +237,6 @@ def test_recipes_make_the_same_tensor_without_the_graph() -> None:
         again = recipe.function(*recipe.sources)
         assert torch.equal(recipe.value, plain) and torch.equal(again, plain) and not again.requires_grad
         assert recipe.value.grad_fn is not None
-
-
-def test_gradients_of_the_functions() -> None:
-    cos, sin = rope_table(torch.arange(3).unsqueeze(-1), rope_frequencies(4, 100.0, None, CPU))
-    qkv = numbers(3, 2, 4 * 4, seed=4)
-    assert gradcheck(lambda x: split_heads(x.clone(), cos, sin, query=2, key=1), (qkv,))
-    query, key, value = split_heads(qkv.clone(), cos, sin, query=2, key=1)
-    first, second = qkv.unflatten(-1, (4, 4)).chunk(2, -1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    torch.testing.assert_close(torch.cat((query, key), 2), turned[:, :, :3])
-    assert torch.equal(value, qkv.unflatten(-1, (4, 4))[:, :, 3:])
 
 
 def test_no_graph_no_recomputation() -> None:

@@ -26,6 +26,7 @@ SHORT = {"short_factor": [1.0 + 0.1 * pair for pair in range(8)], "original_max_
 LONGROPE = {"rope_type": "longrope", "long_factor": [2.0 + 0.7 * pair for pair in range(8)], **SHORT}
 SCALINGS: Mapping[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
     "dynamic": {"rope_type": "dynamic", "factor": 3.3},
     "yarn": YARN,
     "yarn with a factor of attention": YARN | {"attention_factor": 1.7},

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.model.nn.dispatch import Dispatched, scores
+
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 RULES = {
@@ -81,25 +83,30 @@ def test_attention_by_rule(block: int, with_documents: bool, rule: ScoreRule, dt
     check((out, *torch.autograd.grad(out, leaves, upstream)), (exact, *torch.autograd.grad(exact, wide, upstream.double())), dtype)
 
 
-@pytest.mark.parametrize(("queries", "keys", "offset", "window"), [(20, 9, 9, 22), (7, 30, 30, 36), (12, 12, 20, 21), (5, 3, 40, 45)])
-def test_keys_of_earlier_chunks(queries: int, keys: int, offset: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them before the first query; every query sees some, as the caller has seen to."""
-    monkeypatch.setattr(sliding, "BLOCK", 4)
-    rule = ScoreRule(window=window)
-    q, k, v = (draw(length, B, n, D, seed=n).requires_grad_() for length, n in ((queries, N), (keys, KV), (keys, KV)))
-    upstream = draw(queries, B, N * D, seed=7)
-    last_seen = offset + queries - window
-    assert last_seen < keys, "the case is no case"
-    exact = textbook(q, k, v, rule, offset=offset)
+def pieces(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, rule: ScoreRule, offset: int) -> tuple[Tensor, ...]:
+    """Output and gradients of a piece, [s, b, ...]."""
     heads = [part.detach().permute(1, 2, 0, 3) for part in (q, k, v)]
     out, lse = sliding.attend(*heads, rule=rule, offset=offset)
     grad = upstream.unflatten(-1, (N, D)).permute(1, 2, 0, 3)
     grads = sliding.attend_backward(grad, *heads, out, lse, rule=rule, offset=offset)
-    check(
-        (out.permute(2, 0, 1, 3).flatten(2), *(part.permute(2, 0, 1, 3) for part in grads)),
-        (exact, *torch.autograd.grad(exact, (q, k, v), upstream)),
-        torch.float64,
-    )
+    return out.permute(2, 0, 1, 3).flatten(2), *(part.permute(2, 0, 1, 3) for part in grads)
+
+
+def exact_pieces(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, rule: ScoreRule, offset: int) -> tuple[Tensor, ...]:
+    """The same in fp64, score by score."""
+    wide = [part.detach().double().requires_grad_() for part in (q, k, v)]
+    exact = textbook(*wide, rule, offset=offset)
+    return exact, *torch.autograd.grad(exact, wide, upstream.double())
+
+
+@pytest.mark.parametrize(("queries", "keys", "offset", "window"), [(20, 9, 9, 22), (7, 30, 30, 36), (12, 12, 20, 21), (5, 3, 40, 45)])
+def test_keys_of_earlier_chunks(queries: int, keys: int, offset: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them before the first query; every query sees some, as the caller has seen to."""
+    monkeypatch.setattr(sliding, "BLOCK", 4)
+    q, k, v = (draw(length, B, n, D, seed=n) for length, n in ((queries, N), (keys, KV), (keys, KV)))
+    assert offset + queries - window < keys, "the case is no case"
+    given = (q, k, v, draw(queries, B, N * D, seed=7), ScoreRule(window=window), offset)
+    check(pieces(*given), exact_pieces(*given), torch.float64)
 
 
 @pytest.mark.parametrize("rule", [RULES["window"], ScoreRule(window=100), RULES["all three"], ScoreRule(scale=0.5)], ids=str)
@@ -122,29 +129,14 @@ def test_rotated_attention_of_hosts(rule: ScoreRule, dtype: torch.dtype, monkeyp
     check((out, grad), (exact, torch.cat(grads, 2).flatten(2)), dtype)
 
 
-class Scores(TorchDispatchMode):
-    """Attention scores that torch's kernel for hosts computes, forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forward, self.backward = 0, 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        if name == "_scaled_dot_product_flash_attention_for_cpu":
-            self.forward += args[0].shape[:3].numel() * args[1].shape[2]
-        if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
-            self.backward += args[1].shape[:3].numel() * args[2].shape[2]
-        return function(*args, **(kwargs or {}))
-
-
 def computed(length: int, window: int) -> int:
     """Scores of a head."""
     leaves = [draw(length, 1, heads, 16, seed=heads).float().requires_grad_() for heads in (2, 1, 1)]
-    with Scores() as scores:
+    with Dispatched() as dispatched:
         sliding_attention(*leaves, rule=ScoreRule(window=window)).sum().backward()
-    assert scores.forward == scores.backward > 0
-    return scores.forward // 2
+    forward, backward = scores(dispatched)
+    assert forward == backward > 0
+    return forward // 2
 
 
 class LargestMask(TorchDispatchMode):
@@ -260,20 +252,12 @@ def test_flash_attention_is_told_the_window(queries: int, keys: int, offset: int
     """Pieces whose last query stands behind the last key by more or less than the window, forward and backward."""
     if offset + queries - window >= keys:
         queries = keys - offset + window - 1
-    rule = ScoreRule(scale=0.4, window=window)
     q, k, v = (draw(length, B, n, D, seed=n).bfloat16() for length, n in ((queries, N), (keys, KV), (keys, KV)))
-    wide = [part.double().requires_grad_() for part in (q, k, v)]
-    exact, upstream = textbook(*wide, rule, offset=offset), draw(queries, B, N * D, seed=7).bfloat16()
-    heads = [part.permute(1, 2, 0, 3) for part in (q, k, v)]
+    given = (q, k, v, draw(queries, B, N * D, seed=7).bfloat16(), ScoreRule(scale=0.4, window=window), offset)
     with Flash() as flash:
-        out, lse = sliding.attend(*heads, rule=rule, offset=offset)
-        grads = sliding.attend_backward(upstream.unflatten(-1, (N, D)).permute(1, 2, 0, 3), *heads, out, lse, rule=rule, offset=offset)
+        found = pieces(*given)
     assert flash.calls == ["forward", "backward"]
-    check(
-        (out.permute(2, 0, 1, 3).flatten(2), *(part.permute(2, 0, 1, 3) for part in grads)),
-        (exact, *torch.autograd.grad(exact, wide, upstream.double())),
-        torch.bfloat16,
-    )
+    check(found, exact_pieces(*given), torch.bfloat16)
 
 
 def test_whole_sequences_go_to_flash_attention(accelerator: None) -> None:
@@ -284,19 +268,11 @@ def test_whole_sequences_go_to_flash_attention(accelerator: None) -> None:
     assert flash.calls == ["forward"]
     check((out,), (textbook(*leaves, ScoreRule(window=9)),), torch.bfloat16)
     meta = [leaf.to("meta") for leaf in leaves]
-    seen = list[Any]()
-
-    class Packed(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if "attention" in str(function):
-                seen.append((function, kwargs))
-            return function(*args, **(kwargs or {}))
-
     starts = torch.tensor([0, 12, 80], dtype=torch.int32, device="meta")
-    with Packed():
+    with Dispatched() as dispatched:
         assert sliding_attention(*meta, rule=ScoreRule(0.5, 9), documents=Documents(starts, 68)).shape == (40, B, N * D)
-    [(function, keywords)] = seen
-    assert function is torch.ops.aten._flash_attention_forward.default
+    [(name, _, keywords)] = dispatched.named("attention")
+    assert name == "_flash_attention_forward"
     assert keywords == {"scale": 0.5, "window_size_left": 8, "window_size_right": 0}
 
 
@@ -307,24 +283,16 @@ def test_what_flash_attention_cannot_take_goes_block_by_block(case: str, acceler
     rule = ScoreRule(window=300, softcap=3.0 if case == "capped" else 0.0)
     meta = [torch.empty(1000, B, n, D, dtype=dtype, device="meta").permute(1, 2, 0, 3) for n in (N, KV, KV)]
     ids = torch.zeros(1000, B, dtype=torch.int32, device="meta")
-    calls = list[tuple[str, tuple[int, ...]]]()
-
-    class Operators(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if "attention" in str(function):
-                shape = tuple(args[3].shape) if len(args) > 3 and isinstance(args[3], Tensor) else ()
-                calls.append((function.overloadpacket.__name__, shape))
-            return function(*args, **(kwargs or {}))
-
     if case == "more queries than keys":
         meta[1:] = (part[:, :, :900] for part in meta[1:])
     offset = 900 if case == "more queries than keys" else 0
     rule = ScoreRule(window=1200, softcap=rule.softcap) if offset else rule
-    with Operators():
+    with Dispatched() as dispatched:
         out, lse = sliding.attend(*meta, rule=rule, offset=offset, ids=DocumentIds(ids, ids) if case == "documents" else None)
         sliding.attend_backward(out, *meta, out, lse, rule=rule, offset=offset)
     assert out.shape == meta[0].shape and lse.shape == (B, N, 1000)
-    forward = [shape for name, shape in calls if name == "_scaled_dot_product_efficient_attention"]
+    calls = dispatched.named("_scaled_dot_product_efficient_attention")
+    forward = [args[3].shape if len(args) > 3 and args[3] is not None else () for name, args, _ in calls if not name.endswith("backward")]
     # The block whose windows hide nothing needs no mask, and goes to flash attention without one.
     blocks = {"fp64": 0, "capped": 0, "more queries than keys": 3}
     assert len(forward) == blocks.get(case, 4)
@@ -333,9 +301,8 @@ def test_what_flash_attention_cannot_take_goes_block_by_block(case: str, acceler
 
 def test_a_slow_path_has_a_name() -> None:
     cuda, windows, capped = torch.device("cuda"), [ScoreRule(window=8), ScoreRule()], [ScoreRule(softcap=3.0)]
-    assert sliding.sliding_warnings(torch.device("cpu"), torch.float32, 64, [*windows, *capped]) == []
-    assert sliding.sliding_warnings(cuda, torch.bfloat16, 128, windows) == []
-    assert sliding.sliding_warnings(cuda, torch.float32, 128, [ScoreRule()]) == []
+    fast = [(torch.device("cpu"), torch.float32, 64, [*windows, *capped]), (cuda, torch.bfloat16, 128, windows)]
+    assert [sliding.sliding_warnings(*given) for given in (*fast, (cuda, torch.float32, 128, [ScoreRule()]))] == [[]] * 3
     [line] = sliding.sliding_warnings(cuda, torch.bfloat16, 128, capped)
     assert line.startswith("attention with --attn-logit-softcapping has no kernel")
     for dtype, head_dim in ((torch.float32, 128), (torch.bfloat16, 12), (torch.bfloat16, 264)):
@@ -368,16 +335,7 @@ def test_attention_by_rule_on_a_device(rule: ScoreRule, with_documents: bool, dt
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("queries", "keys", "offset", "window"), [(60, 60, 0, 25), (20, 9, 9, 22), (12, 12, 20, 21), (5, 30, 30, 200)])
 def test_pieces_with_windows_on_a_device(queries: int, keys: int, offset: int, window: int, dtype: torch.dtype) -> None:
-    rule = ScoreRule(window=window)
     q, k, v = (draw(length, B, n, D, seed=n).to(dtype) for length, n in ((queries, N), (keys, KV), (keys, KV)))
-    wide = [part.double().requires_grad_() for part in (q, k, v)]
-    exact, upstream = textbook(*wide, rule, offset=offset), draw(queries, B, N * D, seed=7).to(dtype)
-    heads = [part.cuda().permute(1, 2, 0, 3) for part in (q, k, v)]
-    out, lse = sliding.attend(*heads, rule=rule, offset=offset)
-    grad = upstream.cuda().unflatten(-1, (N, D)).permute(1, 2, 0, 3)
-    grads = sliding.attend_backward(grad, *heads, out, lse, rule=rule, offset=offset)
-    check(
-        (out.cpu().permute(2, 0, 1, 3).flatten(2), *(part.cpu().permute(2, 0, 1, 3) for part in grads)),
-        (exact, *torch.autograd.grad(exact, wide, upstream.double())),
-        dtype,
-    )
+    given, rule = (q, k, v, draw(queries, B, N * D, seed=7).to(dtype)), ScoreRule(window=window)
+    found = pieces(*(part.cuda() for part in given), rule, offset)
+    check(tuple(part.cpu() for part in found), exact_pieces(*given, rule, offset), dtype)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.harness import Cluster
-from tests.model.nn.types import Values, WrongType, check, observe, whole
+from tests.model.nn.types import Values, WrongType, check, observe
 from tests.parallel.cases import Layout
 
 TABLE = """
@@ -62,9 +62,6 @@ lm_head.weight                   | S(0) / S(0) | S(0) / S(0) | S(0)      / S(0) 
 """An `in` has the gradient through its layer alone; `block in` is the residual stream. `terms` are what a row-parallel layer sums.
 `-`: no gradient is seen here. An empty cell: no such point in this mode, except that cp stands beside any layer of its own."""
 
-DUALS = {("R", "R"), ("R", "P"), ("P", "R"), ("Z", "Z")} | {(f"S({d})", f"S({d})") for d in range(3)}
-"""Value and gradient of one tensor. R / P: every rank used the copy for a part of the loss, and somebody has to sum. R / R: every rank
-used it for the same, or the sum is done."""
 
 BASE = Layout(layers=2, fp64=True, documents=True)
 
@@ -189,31 +186,3 @@ def _others(kind: str, dims: int, copies: int) -> list[str]:
     shards = [f"S({dim})" for dim in range(max(1, dims))]
     shared = [f"{shard} of {inner}" for shard in shards for inner in "RP"] if copies > 1 else []
     return [other for other in ("R", "P", "Z", *shards, *shared) if other != kind]
-
-
-def test_values_and_gradients_are_dual() -> None:
-    for column, rows in table().items():
-        for row, (value, gradient) in rows.items():
-            outer, inner = value.partition(" of ")[::2], gradient.partition(" of ")[::2]
-            pairs = {(outer[0], inner[0])} | ({(outer[1], inner[1])} if outer[1] else set())
-            assert gradient == "-" or pairs <= DUALS, f"{row}, {column}: {value} / {gradient}"
-
-
-def test_equal_numbers_are_not_enough_for_replication() -> None:
-    """R is bitwise: a rank that is one rounding away will drift."""
-    value = torch.linspace(1, 2, 7, dtype=torch.float64)
-    near = torch.nextafter(value, value + 1)
-    check({"tp": "R"}, [value, value.clone()], value, tp=2, copies=1)
-    with pytest.raises(WrongType, match="different bits"):
-        check({"tp": "R"}, [value, near], value, tp=2, copies=1)
-
-
-def test_types_put_a_tensor_together() -> None:
-    value = torch.arange(48.0).view(8, 6)
-    first, second = value.chunk(2)
-    early, late = first.chunk(2), second.chunk(2)
-    assert torch.equal(whole("S(0)", [first, second]), value)
-    assert torch.equal(whole("Z", [torch.cat((early[0], late[1])), torch.cat((early[1], late[0]))]), value)
-    assert torch.equal(whole("P", [value - 1, torch.ones_like(value)]), value)
-    assert torch.equal(whole("S(0) of R", [first, first, second, second], 2), value)
-    assert torch.equal(whole("S(0) of P", [first - 1, torch.ones_like(first), second + 2, -2 * torch.ones_like(second)], 2), value)

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from megatron_llama.engine.param_handle import attach_param_handle
 from megatron_llama.engine.plan.specs import HFSlice
 from megatron_llama.launch.launcher import Place
 from megatron_llama.model.llama import AddRMSNorm, Attention, Block, Stage
@@ -27,6 +26,7 @@ from megatron_llama.model.plan.zigzag import zigzag_chunks
 from tools.overlap.loss import token_losses
 from torch import Tensor, nn
 
+from tests.model.nn.handle import Handle
 from tests.parallel.cases import Layout, batch, trainer, whole_parameters
 
 Values = dict[str, Tensor]
@@ -90,33 +90,6 @@ def check(kinds: Mapping[str, str], ranks: Sequence[Tensor], expected: Tensor, *
 
 
 @dataclass
-class Delivered:
-    """What the layers deliver for one parameter. The first contribution must write, not add."""
-
-    total: Tensor
-    beta: float = 0.0
-
-    def wait_unsharded(self) -> int:
-        """See ParamHandle."""
-        return 0
-
-    def check_version(self, version: int) -> None:
-        """See ParamHandle."""
-
-    def grad_view(self) -> tuple[Tensor, float]:
-        """See ParamHandle."""
-        beta, self.beta = self.beta, 1.0
-        return self.total, beta
-
-    def grad_written(self) -> None:
-        """See ParamHandle."""
-
-    def keep_wgrad(self, work: object) -> bool:
-        """See ParamHandle."""
-        return False
-
-
-@dataclass
 class Probe:
     """One rank's values and gradients by point."""
 
@@ -145,11 +118,11 @@ class Probe:
     def _keep_columns(self, name: str, part: HFSlice, grad: Tensor) -> None:
         self._keep(name, grad[..., part.row : part.row + part.rows])
 
-    def see_weight(self, name: str, parameter: nn.Parameter, handle: Delivered) -> None:
+    def see_weight(self, name: str, parameter: nn.Parameter, handle: Handle) -> None:
         """A parameter and what the layers delivered for it, apart as HuggingFace has them and without padding."""
         for part in self.slices[name]:
             rows = slice(part.row, part.row + part.rows)
-            self.values[part.name], self.gradients[part.name] = (parameter.detach()[rows].clone(), handle.total[rows].clone())
+            self.values[part.name], self.gradients[part.name] = (parameter.detach()[rows].clone(), handle.grad[rows].clone())
 
     def attach(self, stage: Stage) -> None:
         """Look at the inputs and outputs of every layer from now on."""
@@ -195,9 +168,7 @@ def observe(place: Place, layout: Layout) -> tuple[Values, Values]:
     specs = [spec for unit in rank_units(config, tp_rank=mesh.tp.rank)[0] for spec in unit.params]
     probe = Probe({spec.name: spec.slices for spec in specs})
     parameters = dict(stage.named_parameters())
-    handles = {name: Delivered(torch.full_like(parameter, float("nan"))) for name, parameter in parameters.items()}
-    for name, parameter in parameters.items():
-        attach_param_handle(parameter, handles[name])
+    handles = {name: Handle(parameter) for name, parameter in parameters.items()}
     probe.attach(stage)
 
     data = batch(SAMPLES, documents=True)

@@ -58,13 +58,12 @@ def test_what_is_wrong_with_pairs(llama3: Path, tmp_path: Path, capsys: pytest.C
 
 def test_judged_completions_are_recognized(llama3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "judged.jsonl"
-    file.write_text(
-        "\n".join(json.dumps({"prompt": text, "completion": " it is.", "label": text == "So"}) for text in ("So", "Here", "There"))
-    )
-    assert main(["data", "check", str(file), "--tokenizer-model", str(llama3), "--chat-template", "llama3"]) == 0
+    rows = [{"prompt": text, "completion": " it is.", "label": text == "So"} for text in ("So", "Here", "There")]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    command = ["data", "check", str(file), "--tokenizer-model", str(llama3), "--chat-template", "llama3"]
+    assert main(command) == 0
     shown = capsys.readouterr().out
     assert "align --method kto" in shown and "3 completions, 1 good and 2 bad" in shown
-    command = ["data", "check", str(file), "--tokenizer-model", str(llama3), "--chat-template", "llama3"]
     assert main([*command, "--preference-format", "completion_label"]) == 0 and capsys.readouterr().out == shown
     assert main([*command, "--method", "dpo"]) == 1
     assert "got a single completion with a label, expected a chosen and a rejected completion" in capsys.readouterr().out

@@ -124,19 +124,17 @@ def read(
     return path, read_pairs([path], tokenizer, SFTConfig(**options), align, SEQ_LENGTH)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_each_has_its_message(name: str, tmp_path: Path, chat: ChatTokenizer) -> None:
-    kind, bad, reason, words = CASES[name]
-    good = json.dumps(GIVEN[kind]) if kind != "auto" else ""
-    method = "kto" if kind == "completion_label" else "dpo"
-    path, pairs = read(tmp_path, "\n".join([good, bad, good]), chat, kind, method)
-    [problem] = pairs.problems
-    assert problem.where == f"{path}:2" and problem.reason == reason, str(problem)
-    assert str(problem).startswith(f"{path}:2: ") and words in str(problem), str(problem)
-    assert len(pairs) == (2 if good else 0) and len(pairs.ids) == len(pairs) * pairs.per_example
-
-
-def test_judged_alone_is_no_pair(tmp_path: Path, chat: ChatTokenizer) -> None:
+def test_each_has_its_message(tmp_path: Path, chat: ChatTokenizer) -> None:
+    others = ({"prompt": "x", "completion": "y"}, {"messages": [ASKED, YES], "label": 3}, {"text": "x"})
+    assert all(map(is_preference, GIVEN.values())) and not any(map(is_preference, others))
+    for kind, bad, reason, words in CASES.values():
+        good = json.dumps(GIVEN[kind]) if kind != "auto" else ""
+        method = "kto" if kind == "completion_label" else "dpo"
+        path, pairs = read(tmp_path, "\n".join([good, bad, good]), chat, kind, method)
+        [problem] = pairs.problems
+        assert problem.where == f"{path}:2" and problem.reason == reason, (words, str(problem))
+        assert str(problem).startswith(f"{path}:2: ") and words in str(problem), str(problem)
+        assert len(pairs) == (2 if good else 0) and len(pairs.ids) == len(pairs) * pairs.per_example
     path, pairs = read(tmp_path, json.dumps(GIVEN["completion_label"]), chat)
     assert [str(problem).split(",")[0] for problem in pairs.problems] == [f"{path}:1: got a single completion with a label"]
     assert str(pairs.problems[0]).endswith("give --method kto, which learns from single completions")
@@ -157,6 +155,9 @@ def test_long_pairs(tmp_path: Path, chat: ChatTokenizer) -> None:
     assert f"expected at most {SEQ_LENGTH} (seq_length) for both halves together" in str(stopped.problems[0])
     _, judged = read(tmp_path, content, chat, method="kto")
     assert (len(judged), judged.truncated, max(map(len, judged.ids))) == (6, 2, SEQ_LENGTH + 1)
+    _, same = read(tmp_path, json.dumps(GIVEN["trl"]), chat, method="kto")
+    with pytest.raises(DataError, match="--method kto: got 2 of 2 completions in a row with one prompt, expected at most half"):
+        PairSamples(same, range(2), SEQ_LENGTH, packing=True, method="kto")
     _, scored = read(tmp_path, content, chat, method="reward")
     assert [len(scored.ids[2 * k]) + len(scored.ids[2 * k + 1]) for k in (1, 2)] == [SEQ_LENGTH] * 2
 
@@ -185,16 +186,3 @@ def test_templates_that_change_the_prompt(tmp_path: Path, llama3: Path) -> None:
         path, pairs = read(tmp_path, json.dumps(GIVEN["trl"]), tokenizer)
         [problem] = pairs.problems
         assert (problem.reason, problem.where) == (reason, f"{path}:1") and words in str(problem), str(problem)
-
-
-def test_one_prompt_has_no_mismatched_completions(tmp_path: Path, chat: ChatTokenizer) -> None:
-    _, pairs = read(tmp_path, json.dumps(GIVEN["trl"]), chat, method="kto")
-    with pytest.raises(DataError, match="--method kto: got 2 of 2 completions in a row with one prompt, expected at most half"):
-        PairSamples(pairs, range(2), SEQ_LENGTH, packing=True, method="kto")
-
-
-def test_what_is_a_preference() -> None:
-    assert all(is_preference(record) for record in GIVEN.values())
-    assert not any(
-        is_preference(record) for record in ({"prompt": "x", "completion": "y"}, {"messages": [ASKED, YES], "label": 3}, {"text": "x"})
-    )

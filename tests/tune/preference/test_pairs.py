@@ -62,20 +62,16 @@ def read(path: Path, tokenizer: ChatTokenizer, records: list[Any], method: str =
     return read_pairs([path], tokenizer, SFTConfig(**options), AlignConfig(method=method), 512)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_formats(name: str) -> None:
-    kind, record, prompt, chosen, rejected = FORMATS[name]
-    assert detect(record) == kind
-    pair = read_preference(record, kind)
-    assert isinstance(pair, Pair)
-    for half, messages in ((pair.chosen, chosen), (pair.rejected, rejected)):
-        assert isinstance(half.example, Conversation)
-        assert list(half.example.messages) == [*prompt, *messages]
-        assert half.prompt_messages == len(prompt) and isinstance(half.prompt, Conversation)
-        assert list(half.prompt.messages) == prompt and half.example.tools is None
-
-
-def test_texts() -> None:
+def test_formats() -> None:
+    for kind, record, prompt, chosen, rejected in FORMATS.values():
+        assert detect(record) == kind
+        pair = read_preference(record, kind)
+        assert isinstance(pair, Pair)
+        for half, messages in ((pair.chosen, chosen), (pair.rejected, rejected)):
+            assert isinstance(half.example, Conversation)
+            assert list(half.example.messages) == [*prompt, *messages]
+            assert half.prompt_messages == len(prompt) and isinstance(half.prompt, Conversation)
+            assert list(half.prompt.messages) == prompt and half.example.tools is None
     explicit = read_preference({"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}, "trl")
     implicit = read_preference({"chosen": "The sky is blue.", "rejected": "The sky is green."}, "trl")
     assert explicit == implicit and isinstance(explicit, Pair)
@@ -127,7 +123,7 @@ def test_ids_are_those_of_transformers(template: str, llama3: Path, tmp_path: Pa
             assert pairs.loss_mask[i].tolist() == [False] * len(before) + [True] * (len(whole) - len(before))
 
 
-def test_texts_as_trl_has_them(chat: ChatTokenizer, llama3: Path) -> None:
+def test_texts_as_trl_has_them(chat: ChatTokenizer, llama3: Path, tmp_path: Path) -> None:
     """Both halves as transformers encodes them with the end token; the prompt ends where either differs from it alone."""
     theirs = AutoTokenizer.from_pretrained(llama3)
     for prompt, chosen, rejected in (
@@ -144,12 +140,9 @@ def test_texts_as_trl_has_them(chat: ChatTokenizer, llama3: Path) -> None:
         shared = next(n for n in range(len(alone), -1, -1) if all(whole[:n] == alone[:n] for whole in wholes))
         assert [(one.prompt, one.merged) for one in found] == [(shared, len(alone) - shared)] * 2
         assert all(one.loss_mask == [False] * shared + [True] * (len(one.ids) - shared) for one in found)
-
-
-def test_joined_tokens_are_counted(tmp_path: Path, chat: ChatTokenizer) -> None:
     records = [{"prompt": "An expression stat", "chosen": "ement", "rejected": "ion"}, FORMATS["trl"][1]]
     pairs = read(tmp_path / "a.jsonl", chat, records)
-    assert pairs.merged == 1 and not pairs.problems
+    assert pairs.merged == 1 and not pairs.problems, "joined tokens are counted"
     assert [line for line in pairs.report() if line.startswith("in 1 examples the tokenizer joins the end of the prompt")]
 
 
@@ -229,13 +222,8 @@ def test_tables(tmp_path: Path, chat: ChatTokenizer) -> None:
     pairs = read_pairs(files, chat, SFTConfig(), AlignConfig(), 512)
     assert pairs.formats == {str(files[0]): "ultrafeedback", str(files[1]): "alpaca"} and len(pairs) == 2
     assert [problem.where for problem in pairs.problems] == [f"{files[0]}:row 2", f"{files[1]}[1] (line 1)"]
-
-
-def test_a_token_that_the_model_has_not(tmp_path: Path, chat: ChatTokenizer) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(FORMATS["trl"][1]))
-    pairs = read_pairs([path], chat, SFTConfig(), AlignConfig(), 512, vocab_size=800)
-    assert [problem.reason for problem in pairs.problems] == ["a token that the model does not have"]
+    few = read_pairs(files[1:], chat, SFTConfig(), AlignConfig(), 512, vocab_size=800)
+    assert few.problems[0].reason == "a token that the model does not have"
 
 
 def learned(chat: ChatTokenizer, pairs: Pairs, index: int) -> str:
@@ -294,22 +282,21 @@ def test_fields_that_would_be_ignored_are_refused(name: str, tmp_path: Path, cha
         assert not read(tmp_path / "a.jsonl", chat, [{**record, field: []}]).problems
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"chosen_rating": 5.0, "rejected_rating": 2.0, "chosen_model": "x", "rejected_model": "y"},
-        {"chosen-rating": 5.0, "rejected-rating": 2.0, "chosen-model": "x", "rejected-model": "y"},
-        {"rating_chosen": 5, "rating_rejected": 2, "source": "x"},
-        {"chosen_score": 5.0, "rejected_score": 2.0},
-        {"question": "What is a list?"},
-    ],
-)
-def test_what_known_files_have_beside_pairs(more: dict[str, Any], tmp_path: Path, chat: ChatTokenizer) -> None:
+BESIDE: list[dict[str, Any]] = [
+    {"chosen_rating": 5.0, "rejected_rating": 2.0, "chosen_model": "x", "rejected_model": "y"},
+    {"chosen-rating": 5.0, "rejected-rating": 2.0, "chosen-model": "x", "rejected-model": "y"},
+    {"rating_chosen": 5, "rating_rejected": 2, "source": "x"},
+    {"chosen_score": 5.0, "rejected_score": 2.0},
+    {"question": "What is a list?"},
+]
+
+
+def test_what_known_files_have_beside_pairs(tmp_path: Path, chat: ChatTokenizer) -> None:
     """Tulu's and argilla's preferences say who answered and what was judged; orpo-dpo-mix repeats the question."""
     record = FORMATS["ultrafeedback"][1]
     plain = read(tmp_path / "a.jsonl", chat, [record])
-    found = read(tmp_path / "b.jsonl", chat, [{**record, **more}])
-    assert not found.problems and [each.tolist() for each in found.ids] == [each.tolist() for each in plain.ids]
+    found = read(tmp_path / "b.jsonl", chat, [{**record, **more} for more in BESIDE])
+    assert not found.problems and [ids.tolist() for ids in found.ids] == [ids.tolist() for ids in plain.ids] * len(BESIDE)
 
 
 def test_variables_and_reasoning_as_trl_renders_them(tmp_path: Path, llama3: Path) -> None:
@@ -324,35 +311,24 @@ def test_variables_and_reasoning_as_trl_renders_them(tmp_path: Path, llama3: Pat
     theirs.chat_template = source
     for name in ("reasoning_content", "thinking", "reasoning"):
         chosen = {**YES, name: "Think of lists. "}
-        pairs = read(
-            tmp_path / "a.jsonl",
-            chat,
-            [{"prompt": [ASKED], "chosen": [chosen], "rejected": [NO], "chat_template_kwargs": {"mood": "Kind."}}],
-        )
+        record = {"prompt": [ASKED], "chosen": [chosen], "rejected": [NO], "chat_template_kwargs": {"mood": "Kind."}}
+        pairs = read(tmp_path / "a.jsonl", chat, [record])
         assert not pairs.problems
         for index, half in enumerate((chosen, NO)):
-            assert (
-                pairs.ids[index].tolist()
-                == theirs.apply_chat_template([ASKED, half], tokenize=True, return_dict=True, mood="Kind.")["input_ids"]
-            )
-        before = theirs.apply_chat_template([ASKED], tokenize=True, return_dict=True, mood="Kind.", add_generation_prompt=True)["input_ids"]
-        assert pairs.prompts == [len(before)] * 2
+            whole = theirs.apply_chat_template([ASKED, half], tokenize=True, return_dict=True, mood="Kind.")
+            assert pairs.ids[index].tolist() == whole["input_ids"]
+        before = theirs.apply_chat_template([ASKED], tokenize=True, return_dict=True, mood="Kind.", add_generation_prompt=True)
+        assert pairs.prompts == [len(before["input_ids"])] * 2
 
 
 def test_calls_as_llama_factory_has_them(tmp_path: Path, llama3: Path) -> None:
     """A conversation before two halves, and one that was judged: both with calls in turns of their own."""
     chat = calling(llama3, tmp_path)
     text = json.dumps({"name": "look", "arguments": {}})
-    before = [
-        {"from": "human", "value": "What is a list?"},
-        {"from": "function_call", "value": text},
-        {"from": "observation", "value": "3.11"},
-    ]
-    half = {
-        "conversations": before,
-        "chosen": {"from": "gpt", "value": YES["content"]},
-        "rejected": {"from": "gpt", "value": NO["content"]},
-    }
+    turns = (("human", "What is a list?"), ("function_call", text), ("observation", "3.11"))
+    before = [{"from": role, "value": value} for role, value in turns]
+    chosen, rejected = ({"from": "gpt", "value": answer["content"]} for answer in (YES, NO))
+    half = {"conversations": before, "chosen": chosen, "rejected": rejected}
     call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {}}}]}
     plain = {"prompt": [ASKED, call, FOUND], "chosen": [YES], "rejected": [NO]}
     found, expected = (read(tmp_path / "a.jsonl", chat, [record]) for record in (half, plain))

@@ -226,44 +226,27 @@ def test_scores_that_are_not_finite_are_refused() -> None:
 SCORED = Scored("5a" * 16, "chatml", Texts().digest(), "float32", Texts().completions, mismatched=True)
 
 
-def test_a_file_gives_back_every_bit(tmp_path: Path) -> None:
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"model": "5b" * 16}, f"reference model: got {'5a' * 16}, expected {'5b' * 16}"),
+    ({"template": "llama3"}, "chat template or tokenizer: got chatml, expected llama3"),
+    ({"samples": "0001"}, "samples: got 0000, expected 0001"),
+    ({"dtype": "bfloat16"}, "dtype of the computation: got float32, expected bfloat16"),
+    ({"completions": 20}, "number of completions: got 24, expected 20"),
+    ({"mismatched": False}, "scores of mismatched completions: got True, expected False"),
+]
+
+
+def test_a_file_gives_back_every_bit_and_scores_of_something_else_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "scores.safetensors"
     write_scores(path, SCORED, alone(judged=True))
     assert same(read_scores(path, SCORED), alone(judged=True)) and list(tmp_path.iterdir()) == [path]
     assert load_file(path)["logps"].dtype == np.float64
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"model": "5b" * 16}, f"reference model: got {'5a' * 16}, expected {'5b' * 16}"),
-        ({"template": "llama3"}, "chat template or tokenizer: got chatml, expected llama3"),
-        ({"samples": "0001"}, "samples: got 0000, expected 0001"),
-        ({"dtype": "bfloat16"}, "dtype of the computation: got float32, expected bfloat16"),
-        ({"completions": 20}, "number of completions: got 24, expected 20"),
-        ({"mismatched": False}, "scores of mismatched completions: got True, expected False"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_scores_of_something_else_are_refused_by_name(tmp_path: Path, change: dict[str, Any], said: str) -> None:
-    path = tmp_path / "scores.safetensors"
-    write_scores(path, SCORED, alone(judged=True))
-    with pytest.raises(DataError) as refused:
-        read_scores(path, replace(SCORED, **change))
-    assert said in str(refused.value) and "--reference-scores" in str(refused.value) and str(path) in str(refused.value)
-    assert str(refused.value).count("got") == 1
-
-
-def everything_differs(path: Path) -> Scored:
-    write_scores(path, SCORED, alone(judged=True))
-    return Scored("00" * 16, "llama3", "x", "bfloat16", 3, mismatched=False)
-
-
-def test_all_differences_are_said_at_once(tmp_path: Path) -> None:
-    other = everything_differs(tmp_path / "scores.safetensors")
-    with pytest.raises(DataError) as refused:
-        read_scores(tmp_path / "scores.safetensors", other)
-    assert str(refused.value).count("got") == 6
+    everything = {name: value for change, _ in OTHERS for name, value in change.items()}
+    for change, said in (*OTHERS, (everything, "samples: got 0000")):
+        with pytest.raises(DataError) as refused:
+            read_scores(path, replace(SCORED, **change))
+        assert said in str(refused.value) and "--reference-scores" in str(refused.value) and str(path) in str(refused.value)
+        assert str(refused.value).count("got") == len(change)
 
 
 def flip(path: Path, at: int) -> None:
@@ -280,46 +263,31 @@ def rewrite(path: Path, **arrays: NDArray[Any]) -> None:
     save_file({**load_file(path), **arrays}, path, metadata)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(path.read_bytes()[:-1]),
-        lambda path: path.write_bytes(path.read_bytes()[:100]),
-        lambda path: path.write_bytes(b"{}" * 100),
-        lambda path: flip(path, -3),
-        lambda path: flip(path, 1),
-        lambda path: save_file(load_file(path), path),
-        lambda path: save_file(load_file(path), path, {"reference_scores": "[1]"}),
-        lambda path: save_file(load_file(path), path, {"reference_scores": '{"version": 2}'}),
-        lambda path: save_file(load_file(path), path, {"reference_scores": '{"version": 1}'}),
-        lambda path: rewrite(path, logps=np.zeros(3)),
-        lambda path: rewrite(path, logps=np.zeros(24, np.float32)),
-        lambda path: rewrite(path, more=np.zeros(24)),
-    ],
-    ids=[
-        "empty",
-        "truncated",
-        "header_cut",
-        "json",
-        "flipped_value",
-        "flipped_length",
-        "foreign",
-        "no_object",
-        "version",
-        "no_fields",
-        "short",
-        "fp32",
-        "more",
-    ],
-)
-def test_a_damaged_or_foreign_file_is_one_error(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "header cut": lambda path: path.write_bytes(path.read_bytes()[:100]),
+    "json": lambda path: path.write_bytes(b"{}" * 100),
+    "flipped value": lambda path: flip(path, -3),
+    "flipped length": lambda path: flip(path, 1),
+    "foreign": lambda path: save_file(load_file(path), path),
+    "no object": lambda path: save_file(load_file(path), path, {"reference_scores": "[1]"}),
+    "version": lambda path: save_file(load_file(path), path, {"reference_scores": '{"version": 2}'}),
+    "no fields": lambda path: save_file(load_file(path), path, {"reference_scores": '{"version": 1}'}),
+    "short": lambda path: rewrite(path, logps=np.zeros(3)),
+    "fp32": lambda path: rewrite(path, logps=np.zeros(24, np.float32)),
+    "more": lambda path: rewrite(path, more=np.zeros(24)),
+}  # type: ignore[dict-item]
+
+
+def test_a_damaged_or_foreign_file_is_one_error(tmp_path: Path) -> None:
     path = tmp_path / "scores.safetensors"
-    write_scores(path, SCORED, alone(judged=True))
-    damage(path)
-    with pytest.raises(DataError) as refused:
-        read_scores(path, SCORED)
-    assert str(path) in str(refused.value) and "delete it" in str(refused.value)
+    for name, damage in DAMAGES.items():
+        write_scores(path, SCORED, alone(judged=True))
+        damage(path)
+        with pytest.raises(DataError) as refused:
+            read_scores(path, SCORED)
+        assert str(path) in str(refused.value) and "delete it" in str(refused.value), name
 
 
 def test_who_is_killed_while_writing_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,23 +360,17 @@ def test_a_run_computes_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert np.array_equal(logps_of(again.training), logps_of(first.training), equal_nan=True)
 
 
-def test_a_named_file_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_where_scores_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A named file of something else is refused; a place that cannot be written is, before anything is computed."""
     options = replace(OPTIONS, reference_scores=str(tmp_path / "scores.safetensors"))
     run(tmp_path, Mesh.single(), Layout(), options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scores.safetensors", "scores.validation.safetensors"]
     with pytest.raises(DataError, match=r"chat template or tokenizer: got chatml, expected llama3"):
         run(tmp_path, Mesh.single(), Layout(), options, template="llama3")
-
-
-@pytest.mark.parametrize(("name", "said"), [("s3://bucket/scores", "got a URL"), ("pairs.jsonl/scores", "Not a directory")])
-def test_a_place_that_cannot_be_written_is_refused_before_anything_is_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
-) -> None:
     monkeypatch.setattr(references, "reference_runtime", refused_runtime)
-    (tmp_path / "pairs.jsonl").touch()
-    named = name if "://" in name else str(tmp_path / name)
-    with pytest.raises(UserError, match=said):
-        run(tmp_path, Mesh.single(), Layout(), replace(OPTIONS, reference_scores=named))
+    for name, said in (("s3://bucket/scores", "got a URL"), (str(tmp_path / "scores.safetensors" / "scores"), "Not a directory")):
+        with pytest.raises(UserError, match=said):
+            run(tmp_path, Mesh.single(), Layout(), replace(OPTIONS, reference_scores=name))
 
 
 def begun(folder: Path, layout: Layout, data: dict[str, Any] | None) -> CheckpointConfig:
@@ -434,27 +396,19 @@ def test_a_resumed_run_reads_the_scores_of_the_weights_that_it_began_with(tmp_pa
         run(tmp_path, Mesh.single(), Layout(), checkpoint=resumes)
     assert str(path) in str(refused.value) and first.identity[REFERENCE][:12] in str(refused.value)
     # The folder that the run began with is still named: the scores come back as they were.
-    folder = tmp_path / "model"
-    hf_model(Layout().config().model).save_pretrained(folder)  # type: ignore[operator]
-    restored = run(tmp_path, Mesh.single(), Layout(), checkpoint=replace(resumes, init_from_hf=str(folder)))
+    model = hf_model(Layout().config().model)
+    model.save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    restored = run(tmp_path, Mesh.single(), Layout(), checkpoint=replace(resumes, init_from_hf=str(tmp_path / "model")))
     assert np.array_equal(logps_of(restored.training), logps_of(first.training), equal_nan=True)
-
-
-def test_a_resumed_run_does_not_score_with_other_weights(tmp_path: Path) -> None:
-    first = run(tmp_path, Mesh.single(), Layout())
-    resumes = begun(tmp_path / "save", Layout(), dict(first.identity))
+    # A folder with other weights does not, and a checkpoint that knows no reference is refused.
     for file in tmp_path.glob("*.safetensors"):
         file.unlink()
-    model = hf_model(Layout().config().model)
     with torch.no_grad():
         next(model.parameters())[1, 1] += 1e-3
     model.save_pretrained(tmp_path / "model")  # type: ignore[operator]
     with pytest.raises(DataError, match=r"model has other weights"):
         run(tmp_path, Mesh.single(), Layout(), checkpoint=replace(resumes, init_from_hf=str(tmp_path / "model")))
-
-
-def test_a_checkpoint_that_knows_no_reference_is_refused(tmp_path: Path) -> None:
-    resumes = begun(tmp_path / "save", Layout(), Texts().identity())
+    resumes = begun(tmp_path / "unknown", Layout(), Texts().identity())
     with pytest.raises(CheckpointError, match=r"compared with no reference.*--finetune"):
         run(tmp_path, Mesh.single(), Layout(), checkpoint=resumes)
 
@@ -472,22 +426,16 @@ def test_layouts_share_their_files(cluster: Cluster, tmp_path: Path) -> None:
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == files
 
 
-@pytest.mark.parametrize(
-    ("change", "matters"),
-    [
-        ({"rms_norm_eps": 1e-6}, True),
-        ({"rope_theta": 5e5}, True),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, True),
-        ({"rope_scaling": {"rope_type": "default"}}, False),
-        ({"initializer_range": 0.1}, False),
-        ({"eos_token_id": 7}, False),
-    ],
-    ids=str,
-)
-def test_the_digest_knows_what_changes_the_scores(change: dict[str, Any], matters: bool) -> None:
+MATTERS = ({"rms_norm_eps": 1e-6}, {"rope_theta": 5e5}, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}})
+NOTHING = ({"rope_scaling": {"rope_type": "default"}}, {"initializer_range": 0.1}, {"eos_token_id": 7})
+
+
+def test_the_digest_knows_what_changes_the_scores() -> None:
     config, world = Layout().config(), Mesh.single().world
-    changed = replace(config, model=replace(config.model, **change))
-    assert (digest_of(changed, initial_weights(), world) != digest_of(config, initial_weights(), world)) is matters
+    digest = digest_of(config, initial_weights(), world)
+    for change in (*MATTERS, *NOTHING):
+        changed = replace(config, model=replace(config.model, **change))
+        assert (digest_of(changed, initial_weights(), world) != digest) is (change in MATTERS), change
 
 
 def test_files_that_are_no_scores_are_not_read_to_their_end(tmp_path: Path) -> None:

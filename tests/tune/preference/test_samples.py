@@ -130,12 +130,25 @@ def test_runs_of_a_prompt_set_the_distance() -> None:
             assert all(prompts[n] != prompts[n - samples.shift] for n in range(len(prompts)))
 
 
-def in_order(
-    samples: PairSamples, logps: Sequence[np.ndarray[tuple[int], np.dtype[np.float64]]]
-) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Numbers of every sample, in the order of the completions."""
+Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+def scored(samples: PairSamples, mismatched: bool = False) -> list[Numbers]:
+    """A number for each completion of each sample that only its own tokens give."""
+    found = []
+    for index in range(len(samples)):
+        batch = samples.batch([index])
+        inner = batch.mismatched if mismatched else batch
+        assert inner is not None and inner.completion_ids is not None and inner.completion_kinds is not None
+        width = len(inner.completion_kinds)
+        found.append(np.array([float((inner.labels * (inner.completion_ids == n + 1)).sum()) for n in range(width)]))
+    return found
+
+
+def in_order(samples: PairSamples, mismatched: bool = False) -> Numbers:
+    """The same in the order of the completions."""
     found = np.full(samples.completions, np.nan)
-    for index, sample in enumerate(logps):
+    for index, sample in enumerate(scored(samples, mismatched)):
         numbers = samples.numbers(index)
         found[numbers] = sample[: len(numbers)]
     return found
@@ -148,23 +161,11 @@ def test_references_stand_beside_their_completions(method: Method) -> None:
     chosen = range(1, len(pairs) - 2)
     packed, alone = (PairSamples(pairs, chosen, SEQ_LENGTH, packing=packing, method=method) for packing in (True, False))
     assert packed.digest() == alone.digest() and packed.identity()["digest"] != alone.identity()["digest"]
-
-    def scored(samples: PairSamples, mismatched: bool = False) -> list[np.ndarray[tuple[int], np.dtype[np.float64]]]:
-        """A number for each completion that only its own tokens give."""
-        found = []
-        for index in range(len(samples)):
-            batch = samples.batch([index])
-            inner = batch.mismatched if mismatched else batch
-            assert inner is not None and inner.completion_ids is not None and inner.completion_kinds is not None
-            width = len(inner.completion_kinds)
-            found.append(np.array([float((inner.labels * (inner.completion_ids == n + 1)).sum()) for n in range(width)]))
-        return found
-
-    logps = in_order(packed, scored(packed))
-    assert np.array_equal(logps, in_order(alone, scored(alone)))
+    logps = in_order(packed)
+    assert np.array_equal(logps, in_order(alone))
     per = pairs.per_example
     assert logps.tolist() == [float(pairs.ids[i][pairs.prompts[i] :].sum()) for i in range(per * chosen.start, per * chosen.stop)]
-    kl_logps = in_order(packed, scored(packed, mismatched=True)) if method == "kto" else None
+    kl_logps = in_order(packed, mismatched=True) if method == "kto" else None
     for samples in (packed, alone):
         known = samples.with_references(logps, kl_logps)
         assert samples.batch([0]).reference_logps is None and known.identity() == samples.identity()

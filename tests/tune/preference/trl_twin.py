@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -40,16 +39,9 @@ TEMPLATE = (
 )
 """Ends with the end token: ORPO's and CPO's trainers append one where none is."""
 MODEL = ModelConfig(
-    vocab_size=1000,
-    hidden_size=64,
-    intermediate_size=160,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=256,
-    initializer_range=0.05,
-)
+    vocab_size=1000, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, initializer_range=0.05,
+)  # fmt: skip
 
 OPTIMIZER = replace(USUAL, lr=5e-4, adam_eps=1e-6)
 """An epsilon above the rounding of a gradient: with a smaller one an element that is all rounding makes a full step, in any run."""
@@ -83,10 +75,6 @@ class Record:
     """After the last step."""
     examples: tuple[Mapping[str, tuple[int, ...]], ...]
     """The token ids that TRL made of each example."""
-    seconds: tuple[float, ...]
-    """Each step's, by the clock."""
-    cpu_seconds: tuple[float, ...]
-    """Each step's, of the processor."""
 
 
 def write_tokenizer(folder: Path, vocab_size: int = MODEL.vocab_size) -> None:
@@ -174,12 +162,6 @@ def write_judged(file: Path, count: int) -> None:
     file.write_text("\n".join(lines) + "\n")
 
 
-def in_order(steps: int, size: int, microbatches: int = 1) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Steps of ``size`` examples in the order of the file, in so many microbatches of consecutive ones."""
-    each = size // microbatches
-    return tuple(tuple(tuple(range(start, start + each)) for start in range(step * size, (step + 1) * size, each)) for step in range(steps))
-
-
 def train_with_trl(model: Path, data: Mapping[str, Path], cases: Sequence[Case], folder: Path) -> list[Record]:
     """Run cases, in a process of its own. ``data``: the file of each method's examples, by method, or ``pairs`` for all others."""
     job = {"model": str(model), "data": {name: str(file) for name, file in data.items()}, "cases": [asdict(case) for case in cases]}
@@ -192,19 +174,13 @@ def train_with_trl(model: Path, data: Mapping[str, Path], cases: Sequence[Case],
     return [Record(**fields) for fields in torch.load(folder / "records.pt", weights_only=True)]
 
 
-_MADE_OF = {
-    "beta": "beta",
-    "simpo_gamma": "simpo_gamma",
-    "desirable_weight": "desirable_weight",
-    "undesirable_weight": "undesirable_weight",
-    "center_rewards_coefficient": "center_rewards_coefficient",
-}
-"""TRL's names of the options that mean the same in both."""
+_SHARED = ("beta", "simpo_gamma", "desirable_weight", "undesirable_weight", "center_rewards_coefficient")
+"""Options that mean the same in both."""
 
 
 def _trl_options(case: Case) -> dict[str, Any]:
     """What TRL's configuration calls the options of a case."""
-    options = {theirs: case.options[ours] for ours, theirs in _MADE_OF.items() if ours in case.options}
+    options = {name: case.options[name] for name in _SHARED if name in case.options}
     smoothing, sft = case.options.get("label_smoothing", 0.0), case.options.get("sft_loss_weight", 0.0)
     if case.method in ("dpo", "ipo"):
         losses = {"dpo": "sigmoid_norm" if case.options.get("length_normalization") else "sigmoid", "ipo": "ipo"}
@@ -258,24 +234,13 @@ def _trainer(case: Case, model: str, file: str, folder: str) -> Any:
                 self.first_gradients |= {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
             return super()._clip_grad_norm(model)  # type: ignore[no-any-return]
 
-        def log(self, logs: dict[str, float], *rest: Any) -> None:
-            super().log(logs, *rest)  # adds the trainer's own numbers
-            if "grad_norm" in logs:
-                now = time.perf_counter(), time.process_time()
-                self.seconds.append(tuple(b - a for a, b in zip(self.since, now, strict=True)))
-                self.since = now
-
-        def prediction_scores(self, model: Any, inputs: Any, output: Any) -> None:
-            chosen, rejected = output.logits.detach().squeeze(-1).chunk(2)
-            self._metrics["train"]["rewards/chosen"].append(chosen.mean().item())
-            self._metrics["train"]["rewards/rejected"].append(rejected.mean().item())
-
         def compute_loss(self, model: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
             if case.method != "reward":
                 return super().compute_loss(model, inputs, *rest, **options)
             # Its log has the margin alone.
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-            self.prediction_scores(model, inputs, outputs)
+            for half, scores in zip(("chosen", "rejected"), outputs.logits.detach().squeeze(-1).chunk(2), strict=True):
+                self._metrics["train"][f"rewards/{half}"].append(scores.mean().item())
             return loss
 
     kind = AutoModelForSequenceClassification if case.method == "reward" else AutoModelForCausalLM
@@ -287,16 +252,8 @@ def _trainer(case: Case, model: str, file: str, folder: str) -> Any:
         max_steps=len(case.steps),
         gradient_accumulation_steps=microbatches.pop(),
         per_device_train_batch_size=max(len(batch) for step in case.steps for batch in step),
-        learning_rate=OPTIMIZER.lr,
-        lr_scheduler_type="constant",
-        max_grad_norm=OPTIMIZER.clip_grad,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
+        **{"learning_rate": OPTIMIZER.lr, "lr_scheduler_type": "constant", "max_grad_norm": OPTIMIZER.clip_grad, "logging_steps": 1},
+        **{"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True, "bf16": False, "gradient_checkpointing": False},
         max_length=None if case.method not in ("orpo", "simpo") else MODEL.max_position_embeddings,
         **_trl_options(case),
     )
@@ -311,7 +268,7 @@ def _trainer(case: Case, model: str, file: str, folder: str) -> Any:
         )
     with open(file) as lines:
         data = Dataset.from_list([json.loads(line) for line in lines])
-    Recorded.first_gradients, Recorded.seconds, Recorded.since = {}, [], (0.0, 0.0)
+    Recorded.first_gradients = {}
     loaded = kind.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
     trainer = Recorded(loaded, args=arguments, train_dataset=data, processing_class=tokenizer, **adapted)
     if case.mismatched:
@@ -345,7 +302,6 @@ def _run(case: Case, model: str, file: str, folder: str) -> dict[str, Any]:
     trainer = _trainer(case, model, file, folder)
     columns = [name for name in trainer.train_dataset.column_names if name.endswith(("_ids", "input_ids", "labels"))]
     examples = tuple({name: tuple(row[name]) for name in columns} for row in trainer.train_dataset)
-    type(trainer).since = time.perf_counter(), time.process_time()
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     names = {name for entry in logged for name in entry}
@@ -355,8 +311,6 @@ def _run(case: Case, model: str, file: str, folder: str) -> dict[str, Any]:
         "gradients": {plain(name): gradient for name, gradient in trainer.first_gradients.items()},
         "weights": trained,
         "examples": examples,
-        "seconds": tuple(clock for clock, _ in trainer.seconds),
-        "cpu_seconds": tuple(processor for _, processor in trainer.seconds),
     }
 
 

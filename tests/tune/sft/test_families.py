@@ -19,16 +19,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.tune.sft.test_template_matrix import CONVERSATIONS, OWN, SHIPPED, Message, Reference
 
-TRL = {
-    "llama3": ["llama3"],
-    "qwen2.5": ["qwen2_5"],
-    "qwen3": ["qwen3"],
-    "phi3": ["phi3", "phi3_5"],
-    "gemma": ["gemma"],
-    "gemma3": ["gemma3"],
-}
+FAMILIES = {"llama3": ["llama3"], "qwen2.5": ["qwen2_5"], "qwen3": ["qwen3"], "phi3": ["phi3", "phi3_5"], "gemma": ["gemma"], "gemma3": ["gemma3"]}
 """The templates of models that TRL ships, each with one for training, by the name that ours has."""
-PAIRS = [(name, own) for name, many in TRL.items() for own in many]
+PAIRS = [(name, own) for name, many in FAMILIES.items() for own in many]
 TOKENS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 QUESTION, ANSWER = {"role": "user", "content": "How is the weather?"}, {"role": "assistant", "content": "Dry."}
 
@@ -150,13 +143,3 @@ def test_the_last_answer_alone(own: str, llama3: Path, theirs: PreTrainedTokeniz
     before, whole = reference.text(turns[:-1], None, True), reference.text(turns, None)
     assert before is not None and whole is not None and whole.startswith(before)
     assert (encoded.text, learnt(encoded, ours)) == (whole, whole.removeprefix(before))
-
-
-def test_all_built_in_templates_only_grow() -> None:
-    """Each marks every answer, and changes nothing of it when messages follow."""
-    turns = [QUESTION, ANSWER, {**QUESTION, "content": "And now?"}, {**ANSWER, "content": "Wet."}]
-    for name, source in BUILT_IN.items():
-        template = ChatTemplate(source, name, TOKENS)
-        before, whole = template.render(turns[:3], prompt=True), template.render(turns)
-        assert whole.text.startswith(before.text) and whole.answer_texts()[:1] == before.answer_texts()
-        assert len(whole.answers) == 2 and template.marks_answers

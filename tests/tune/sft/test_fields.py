@@ -102,7 +102,10 @@ def test_fields_that_tell_about_an_example_are_not(chat: ChatTokenizer) -> None:
     assert read(chat, {"messages": messages, "parallel_tool_calls": False}) == read(chat, TALK)
 
 
-def test_two_conversations_in_one_record(chat: ChatTokenizer) -> None:
+def test_two_conversations_in_one_record_and_one_that_was_judged(chat: ChatTokenizer) -> None:
+    for name in ("label", "kto_tag"):
+        said = refusal(chat, {**TALK, name: False})
+        assert f"field {name!r}: got a value" in said and "give the file to align (--method kto)" in said
     said = refusal(chat, {**TALK, "conversations": [USER, ANSWER, USER, ANSWER]})
     assert "field 'conversations': got a value in a field that is not read" in said and "or give --ignore-keys conversations" in said
     assert "field 'messages[0].role'" not in said
@@ -307,11 +310,14 @@ def test_calls_as_llama_factory_has_them(templated: Any, theirs: Any) -> None:
     assert ids == theirs("qwen2_5_training", CALLING, tools=TOOLS)[0] and "mutable sequence" in learned and "tool_call" not in learned
 
 
-@pytest.mark.parametrize("text", ["look()", "{}", "[]", '{"name": "look"}', '{"name": "look", "arguments": "x"}', '{"name": 1, "arguments": {}}', '"look"', "null", '{"name": "a", "arguments": {}, "id": 1}'])  # fmt: skip
-def test_calls_that_are_none(text: str, chat: ChatTokenizer) -> None:
-    turns = [{"from": "human", "value": "x"}, {"from": "function_call", "value": text}]
-    said = refusal(chat, {"conversations": turns}, kind="sharegpt")
-    assert said.startswith("file: field 'conversations[1].value': got ") and "expected the JSON of {'name': ..., 'arguments'" in said
+NO_CALLS = ("look()", "{}", "[]", '{"name": "look"}', '{"name": "look", "arguments": "x"}', '{"name": 1, "arguments": {}}')
+
+
+def test_calls_that_are_none(chat: ChatTokenizer) -> None:
+    for text in (*NO_CALLS, '"look"', "null", '{"name": "a", "arguments": {}, "id": 1}'):
+        turns = [{"from": "human", "value": "x"}, {"from": "function_call", "value": text}]
+        said = refusal(chat, {"conversations": turns}, kind="sharegpt")
+        assert said.startswith("file: field 'conversations[1].value': got ") and "expected the JSON of {'name': ..., 'arguments'" in said, text
 
 
 @pytest.mark.parametrize("template", ["plain", "chatml", "llama3", "qwen2_5_training", "qwen3_training"])
@@ -344,12 +350,6 @@ def test_a_developers_message_is_what_the_template_makes_of_it(template: str, th
             assert read(chat, {"messages": messages}) == theirs(template, messages)
             renamed = [{**message, "role": "system"} if message is told else message for message in messages]
             assert template == "gptoss_training" or theirs(template, renamed) != theirs(template, messages)
-
-
-def test_a_judged_conversation_is_no_example(chat: ChatTokenizer) -> None:
-    for name in ("label", "kto_tag"):
-        said = refusal(chat, {**TALK, name: False})
-        assert f"field {name!r}: got a value" in said and "give the file to align (--method kto)" in said
 
 
 def test_keys_that_cannot_be_ignored(llama3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

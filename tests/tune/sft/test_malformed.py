@@ -56,93 +56,41 @@ CASES: dict[str, tuple[str | bytes, str, str]] = {
     "no object": (chat("Why?", ANSWER), "message is no object", "field 'messages[0]': got a JSON string, expected an object with 'role'"),
     "no role": (chat({"content": "x"}, ANSWER), "message without role", "field 'messages[0]': got 'content', expected a field 'role'"),
     "role is no string": (chat(turn(1)), "role is no string", "field 'messages[0].role': got a JSON number"),
-    "unknown role": (
-        chat(turn("narrator")),
-        "unknown role",
-        "field 'messages[0].role': got 'narrator', expected one of system, developer, user",
-    ),
+    "unknown role": (chat(turn("narrator")), "unknown role", "field 'messages[0].role': got 'narrator', expected one of system, developer, user"),
     "no content": (chat({"role": "user"}, ANSWER), "message without content", "field 'messages[0]': got 'role', expected 'content'"),
     "null content": (chat(turn("user", None), ANSWER), "no string", "field 'messages[0].content': got a JSON null, expected a string"),
-    "an image": (
-        chat(turn("user", [{"type": "image_url"}])),
-        "content is no text",
-        "'messages[0].content[0]': got a part of type 'image_url'",
-    ),
+    "an image": (chat(turn("user", [{"type": "image_url"}])), "content is no text", "'messages[0].content[0]': got a part of type 'image_url'"),
     "a part that is no object": (chat(turn("user", ["x"])), "content is no text", "'messages[0].content[0]': got a JSON string"),
     "broken tool calls": (chat(USER, {"role": "assistant", "tool_calls": "f"}), "broken tool calls", "'messages[1].tool_calls': got f"),
-    "a user's calls": (
-        chat({"role": "user", "content": None, "tool_calls": [{"function": {}}]}),
-        "broken tool calls",
-        "'messages[0].tool_calls': got calls in a message of role user",
-    ),
+    "a user's calls": (chat({"role": "user", "content": None, "tool_calls": [{"function": {}}]}), "broken tool calls", "'messages[0].tool_calls': got calls in a message of role user"),
     "broken tools": (chat(USER, ANSWER, tools="f"), "tools are no array", "field 'tools': got a text that is no JSON (Expecting value)"),
     "half a pair": (chat(USER, turn("assistant", "\ud83d")), "half a surrogate pair", "'messages[1].content': got half a surrogate pair"),
     "a noncharacter": (chat(turn("user", "\ufdd0"), ANSWER), "noncharacter", "'messages[0].content': got the noncharacter U+FDD0"),
     "a null character": (chat(turn("user", "a\0"), ANSWER), "null character", "'messages[0].content': got U+0000 at character 1"),
-    "an answer first": (
-        chat(ANSWER),
-        "conversation begins with an answer",
-        "'messages[0]': got assistant first, expected system or developer or user",
-    ),
+    "an answer first": (chat(ANSWER), "conversation begins with an answer", "'messages[0]': got assistant first, expected system or developer or user"),
     "two questions": (chat(USER, USER, ANSWER), "wrong role order", "'messages[1]': got user after user, expected assistant"),
-    "a late system message": (
-        chat(USER, ANSWER, turn("system"), ANSWER),
-        "wrong role order",
-        "got system after assistant, expected user or tool",
-    ),
+    "a late system message": (chat(USER, ANSWER, turn("system"), ANSWER), "wrong role order", "got system after assistant, expected user or tool"),
     "two answers": (chat(USER, ANSWER, ANSWER), "wrong role order", "'messages[2]': got assistant after assistant"),
     "no answer": (chat(USER), "no answer at the end", "field 'messages': got a last message of role user, expected assistant"),
     "an empty answer": (chat(USER, turn("assistant", " \n")), "empty answer", "field 'messages[1]': got nothing but spaces"),
     "an empty question": (chat(turn("user", ""), ANSWER), "empty question", "field 'messages[0]': got nothing but spaces"),
     "half a weight": (chat(USER, {**ANSWER, "weight": 0.5}), "a weight that is neither 0 nor 1", "'messages[1].weight': got 0.5"),
-    "marks against each other": (
-        chat(USER, {**ANSWER, "weight": 0, "train": True}),
-        "marks that contradict each other",
-        "'messages[1]': got weight false, train true",
-    ),
-    "a question to learn": (
-        chat({**USER, "train": True}, ANSWER),
-        "a mark that contradicts --loss-on",
-        "'messages[0]': got a mark that says that the message is learned",
-    ),
+    "marks against each other": (chat(USER, {**ANSWER, "weight": 0, "train": True}), "marks that contradict each other", "'messages[1]': got weight false, train true"),
+    "a question to learn": (chat({**USER, "train": True}, ANSWER), "a mark that contradicts --loss-on", "'messages[0]': got a mark that says that the message is learned"),
     "nothing to learn": (chat(USER, {**ANSWER, "weight": 0}), "every answer is marked as not learned", "got 1 marked messages"),
     "half an example": (chat(USER, ANSWER, weight=0.5), "weight of an example", "field 'weight': got 0.5, expected 1"),
     "a column of images": (chat(USER, ANSWER, images=["a.png"]), "unknown meaning", "field 'images': got a value, expected no such field"),
-    "functions": (
-        chat(USER, ANSWER, functions=[{}]),
-        "unknown meaning",
-        "field 'functions': got a value, expected no such field; write them as",
-    ),
-    "a label": (
-        chat(USER, ANSWER, label=False),
-        "unknown meaning",
-        "field 'label': got a value, expected no such field; give the file to align",
-    ),
+    "functions": (chat(USER, ANSWER, functions=[{}]), "unknown meaning", "field 'functions': got a value, expected no such field; write them as"),
+    "a label": (chat(USER, ANSWER, label=False), "unknown meaning", "field 'label': got a value, expected no such field; give the file to align"),
     "a field that nothing reads": (chat(USER, ANSWER, reward=1.0), "unknown meaning", "field 'reward': got a value in a field that is not"),
-    "tools that no template renders": (
-        chat(USER, ANSWER, tools=[{}]),
-        "tools not rendered",
-        "field 'tools': got tools, and a template that leaves it out",
-    ),
-    "two reasonings": (
-        chat(USER, {**ANSWER, "reasoning": "a", "thinking": "b"}),
-        "two reasonings",
-        "'messages[1]': got different texts in thinking and reasoning",
-    ),
+    "tools that no template renders": (chat(USER, ANSWER, tools=[{}]), "tools not rendered", "field 'tools': got tools, and a template that leaves it out"),
+    "two reasonings": (chat(USER, {**ANSWER, "reasoning": "a", "thinking": "b"}), "two reasonings", "'messages[1]': got different texts in thinking and reasoning"),
     "reasoning in parts": (chat(USER, {**ANSWER, "reasoning": ["a"]}), "reasoning is no string", "'messages[1].reasoning': got a value"),
-    "variables as text": (
-        chat(USER, ANSWER, chat_template_kwargs="a"),
-        "variables of the template are no object",
-        "field 'chat_template_kwargs': got a JSON string, expected an object",
-    ),
+    "variables as text": (chat(USER, ANSWER, chat_template_kwargs="a"), "variables of the template are no object", "field 'chat_template_kwargs': got a JSON string, expected an object"),
     "a special token": (chat(turn("user", "x<|eot_id|>y"), ANSWER), "special token in a message", "'<|eot_id|>' at character 1"),
-    "an infinite number": (
-        '{"messages": [{"role": "user", "content": "x", "n": 1e999}]}',
-        "no JSON value",
-        "got the float inf, expected a text, a number, true, false or null",
-    ),
+    "an infinite number": ('{"messages": [{"role": "user", "content": "x", "n": 1e999}]}', "no JSON value", "got the float inf, expected a text, a number, true, false or null"),
     "a tool first": (chat(turn("tool"), ANSWER), "wrong role order", "'messages[0]': got tool first, expected system or developer or user"),
-}
+}  # fmt: skip
 OTHER_FORMATS: dict[str, tuple[str, str, str, str]] = {
     "no value": ("sharegpt", line(conversations=[{"from": "human"}]), "message without content", "'conversations[0]': got 'from', expected 'value'"),
     "no from": ("sharegpt", line(conversations=[{"value": "x"}]), "message without role", "'conversations[0]': got 'value', expected a field 'from'"),
@@ -165,17 +113,19 @@ def read(folder: Path, content: bytes, tokenizer: ChatTokenizer, name: str = "da
     return path, read_examples([path], tokenizer, SFTConfig(**options), SEQ_LENGTH)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_each_has_its_message(name: str, tmp_path: Path, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    bad, reason, words = CASES[name]
-    if reason == "gigantic line":
-        monkeypatch.setattr(json_text, "LARGEST", 2000)
-    raw = bad if isinstance(bad, bytes) else bad.encode()
-    path, examples = read(tmp_path, b"\n".join([GOOD.encode(), raw, GOOD.encode()]), chat)
-    [problem] = examples.problems
-    assert problem.where == f"{path}:2" and problem.reason == reason
-    assert str(problem).startswith(f"{path}:2: ") and words in str(problem), str(problem)
-    assert len(examples) == 2 and examples.numbers == [0, 2]
+def test_each_has_its_message(tmp_path: Path, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_text, "LARGEST", 2000)
+    for bad, reason, words in CASES.values():
+        raw = bad if isinstance(bad, bytes) else bad.encode()
+        path, examples = read(tmp_path, b"\n".join([GOOD.encode(), raw, GOOD.encode()]), chat)
+        [problem] = examples.problems
+        assert problem.where == f"{path}:2" and problem.reason == reason, (reason, str(problem))
+        assert str(problem).startswith(f"{path}:2: ") and words in str(problem), str(problem)
+        assert len(examples) == 2 and examples.numbers == [0, 2]
+    for kind, text, reason, words in OTHER_FORMATS.values():
+        path, examples = read(tmp_path, b"\n" + text.encode(), chat, data_format=kind)
+        [problem] = examples.problems
+        assert problem.where == f"{path}:2" and problem.reason == reason and words in str(problem), str(problem)
 
 
 @pytest.mark.parametrize("limit", [1000, 20_000])
@@ -199,14 +149,6 @@ def test_how_deep_is_too_deep_does_not_depend_on_the_stack(limit: int, tmp_path:
             assert f"at most {json_text.DEEPEST} levels deep" in str(problem)
     finally:
         sys.setrecursionlimit(before)
-
-
-@pytest.mark.parametrize("name", OTHER_FORMATS)
-def test_each_has_its_message_in_other_formats(name: str, tmp_path: Path, chat: ChatTokenizer) -> None:
-    kind, bad, reason, words = OTHER_FORMATS[name]
-    path, examples = read(tmp_path, b"\n" + bad.encode(), chat, data_format=kind)
-    [problem] = examples.problems
-    assert problem.where == f"{path}:2" and problem.reason == reason and words in str(problem), str(problem)
 
 
 def test_elements_of_arrays_are_named_with_their_lines(tmp_path: Path, chat: ChatTokenizer) -> None:
@@ -303,23 +245,15 @@ def test_a_file_that_nobody_may_read(tmp_path: Path, chat: ChatTokenizer) -> Non
 
 
 def test_templates_that_fail_or_leave_nothing(tmp_path: Path, llama3: Path) -> None:
+    contents = "{% for m in messages %}{{ m.content }}{% endfor %}"
     cases = {
         "{{ raise_exception('no system here') }}": ("template error", "got no system here (from"),
         "{{ messages[7].content }}": ("template error", "got list object has no element 7"),
         "{{ 1 // 0 }}": ("template error", "got ZeroDivisionError"),
-        "{% generation %}{% endgeneration %}x": (
-            "content not rendered",
-            "got content of message 1 of 2 (user), and a template that leaves it out",
-        ),
-        "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}": (
-            "content not rendered",
-            "got content of message 2 of 2 (assistant), and a template that leaves it outside {% generation %}",
-        ),
-        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}": (
-            "answers cannot be told apart",
-            "messages[:2] differently",
-        ),
-    }
+        "{% generation %}{% endgeneration %}x": ("content not rendered", "got content of message 1 of 2 (user), and a template that leaves it out"),
+        contents + "{% generation %}{% endgeneration %}": ("content not rendered", "(assistant), and a template that leaves it outside {% generation %}"),
+        "{{ messages | length }}" + contents: ("answers cannot be told apart", "messages[:2] differently"),
+    }  # fmt: skip
     for number, (source, (reason, words)) in enumerate(cases.items()):
         file = tmp_path / f"{number}.jinja"
         file.write_text(source)
@@ -431,12 +365,6 @@ def test_conversations_are_repaired_where_that_is_asked_for(name: str, tmp_path:
     assert [list(mask) for mask in examples.loss_mask] == [[bool(counted) for counted in whole.loss_mask]]
     said = [line for line in examples.report() if line.startswith("repaired")]
     assert said == (["repaired conversations: " + ", ".join(f"{way} 1" for way in sorted(counts))] if counts else [])
-    assert bool(read(tmp_path, content, chat)[1].problems) is bool(counts), "nothing is repaired that was not asked for"
-
-
-def test_the_remedy_names_the_repair(tmp_path: Path, chat: ChatTokenizer) -> None:
-    rows = [line(messages=messages) for messages in ([ANSWER], [USER, USER, ANSWER], [USER])]
-    _, examples = read(tmp_path, "\n".join(rows).encode(), chat)
-    ways = ("drop-leading-answers", "merge-repeated-roles", "drop-unanswered-end")
-    for problem, way in zip(examples.problems, ways, strict=True):
-        assert str(problem).endswith(f", or give --repair-conversations {way}")
+    left = read(tmp_path, content, chat)[1].problems
+    assert bool(left) is bool(counts), "nothing is repaired that was not asked for"
+    assert not left or str(left[0]).endswith(tuple(f"or give --repair-conversations {way}" for way in counts)), "the remedy names the repair"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,7 @@ found = find_spec("trl")
 assert found is not None and found.origin is not None
 TEMPLATES = Path(found.origin).parent / "chat_templates"
 """The templates of many models, with marks of answers, as TRL has them."""
-TRAINED = (
-    "qwen2_5_training",
-    "qwen3_training",
-    "llama3_training",
-    "deepseekv3_training",
-    "gptoss_training",
-    "phi3_training",
-    "gemma3_training",
-    "glm4moe_training",
-)
+TRAINED = [f"{name}_training" for name in ("qwen2_5", "qwen3", "llama3", "deepseekv3", "gptoss", "phi3", "gemma3", "glm4moe")]
 MARKS: Sequence[tuple[str, Any, Any]] = (
     ("weight", 0, 1),
     ("weight", 0.0, 1.0),
@@ -150,17 +141,13 @@ def test_questions_are_learned_with_everything_or_not_at_all(llama3: Path, chat:
             assert ours(llama3, "llama3", marked({index: {name: yes}}), "all") == ours(llama3, "llama3", marked({}), "all")
 
 
-def test_nothing_is_left(chat: ChatTokenizer) -> None:
+def test_what_is_neither_0_nor_1(chat: ChatTokenizer) -> None:
+    for name, value in product(("weight", "loss_weight", "train", "loss"), (0.5, 2, -1, "0", "false", [0], {"a": 0}, float("nan"))):
+        said = refusal(chat, marked({4: {name: value}}))
+        assert said.startswith(f"file: field 'messages[4].{name}': got ") and "expected 0 or false (not learned), 1 or true" in said
     for loss_on, marks in (("assistant", (2, 4, 6)), ("last", (6,)), ("all", range(7))):
         said = refusal(chat, marked({index: {"loss": False} for index in marks}), loss_on)
-        assert f"{len(marks)} marked messages, expected one" in said
-
-
-@pytest.mark.parametrize("name", ["weight", "loss_weight", "train", "loss"])
-@pytest.mark.parametrize("value", [0.5, 2, -1, "0", "false", [0], {"a": 0}, float("nan")])
-def test_what_is_neither_0_nor_1(name: str, value: Any, chat: ChatTokenizer) -> None:
-    said = refusal(chat, marked({4: {name: value}}))
-    assert said.startswith(f"file: field 'messages[4].{name}': got ") and "expected 0 or false (not learned), 1 or true" in said
+        assert f"{len(marks)} marked messages, expected one" in said, "nothing is left"
 
 
 def test_contradictions(chat: ChatTokenizer, llama3: Path) -> None:

@@ -73,6 +73,8 @@ def test_with_tools_the_template_of_that_name_is_taken(form: str, layouts: Path,
         theirs = auto.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
         assert text(tmp_path / "own", {"messages": MESSAGES, "tools": tools}) == theirs
     assert theirs.startswith("Tools: [")
+    ChatTokenizer(load_tokenizer(tmp_path / "own"), "chatml").save_hf(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == BUILT_IN["chatml"], "one that was given replaces all"
     # As in TRL, and unlike apply_chat_template, no tools are none.
     trl = apply_chat_template({"messages": MESSAGES, "tools": []}, auto)["text"]
     assert text(tmp_path / "own", {"messages": MESSAGES, "tools": []}) == trl == text(tmp_path / "own", {"messages": MESSAGES})
@@ -93,11 +95,11 @@ def test_names_without_a_default_are_refused(form: str, layouts: Path, tmp_path:
     assert text(folder, {"messages": MESSAGES}, "llama3").startswith("<|begin_of_text|>"), "another one was given"
 
 
-@pytest.mark.parametrize("given", [3, ["x"], [{"name": "default"}], {"default": None}, [{"name": "../default", "template": "x"}]])
-def test_a_field_that_holds_no_templates_is_refused(given: object, layouts: Path, tmp_path: Path) -> None:
-    in_config(copied(layouts, tmp_path / "own"), given)
-    with pytest.raises(DataError, match=r"tokenizer_config.json:? chat_template: got .*expected a text, or texts with names"):
-        ChatTokenizer(load_tokenizer(tmp_path / "own"))
+def test_a_field_that_holds_no_templates_is_refused(layouts: Path, tmp_path: Path) -> None:
+    for given in (3, ["x"], [{"name": "default"}], {"default": None}, [{"name": "../default", "template": "x"}]):
+        in_config(copied(layouts, tmp_path / "own"), given)
+        with pytest.raises(DataError, match=r"tokenizer_config.json:? chat_template: got .*expected a text, or texts with names"):
+            ChatTokenizer(load_tokenizer(tmp_path / "own"))
 
 
 @pytest.mark.parametrize("place", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja", "given"])
@@ -140,9 +142,8 @@ def test_all_of_them_come_out_as_they_went_in(form: str, layouts: Path, tmp_path
         folders.append(tmp_path / f"{there}-hf")
     lines = [{"messages": MESSAGES, "tools": tools} for tools in (TOOLS, None)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    steps = words(
-        train_iters=1, global_batch_size=1, micro_batch_size=1, seq_length=256, split="100,0,0", data_cache_path=tmp_path / "cache"
-    )
+    sizes = {"train_iters": 1, "global_batch_size": 1, "micro_batch_size": 1, "seq_length": 256, "split": "100,0,0"}
+    steps = words(**sizes, data_cache_path=tmp_path / "cache")
     run = words(init_from_hf=hf, train_data=tmp_path / "data.jsonl", save=tmp_path / "run", export_hf=tmp_path / "tuned")
     assert main(["sft", *run, *steps]) == 0
     assert main(["export", *words(load=tmp_path / "run", output=tmp_path / "exported")]) == 0
@@ -150,13 +151,4 @@ def test_all_of_them_come_out_as_they_went_in(form: str, layouts: Path, tmp_path
     for folder in folders:
         assert held(folder) == held(hf), folder
         assert AutoTokenizer.from_pretrained(folder).chat_template == before
-    again = words(load=tmp_path / "run", output=tmp_path / "exported")
-    assert main(["export", *again]) == 0, "an earlier export is replaced"
-
-
-def test_a_template_that_was_given_replaces_all(layouts: Path, tmp_path: Path) -> None:
-    """It was trained with tools and without."""
-    for form, write in FORMS.items():
-        write(copied(layouts, tmp_path / form))
-        ChatTokenizer(load_tokenizer(tmp_path / form), "chatml").save_hf(tmp_path / f"{form}-saved")
-        assert AutoTokenizer.from_pretrained(tmp_path / f"{form}-saved").chat_template == BUILT_IN["chatml"]
+    assert main(["export", *words(load=tmp_path / "run", output=tmp_path / "exported")]) == 0, "an earlier export is replaced"

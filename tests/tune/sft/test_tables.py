@@ -62,17 +62,15 @@ TEXT = {"type": "string"}
 ROME = calls("weather", city="Rome")
 ADDED = calls("add", a=1, b=2, options={"exact": True, "digits": [1, 2]})
 NOTHING = calls("now")
+ASKED = [said("user", "Rome?"), ROME, said("tool", "dry"), said("assistant", "Dry.")]
+SUMMED = [said("user", "1 + 2?"), ADDED, said("tool", "3"), said("assistant", "3")]
+THOUGHT = [said("system", "Think."), said("user", "Why?"), said("assistant", "So.", reasoning_content="Hm.")]
+TIMED = [said("user", "Time?"), NOTHING, said("tool", "noon"), said("assistant", "Noon.")]
 CONVERSATIONS = [
-    {"messages": [said("user", "Rome?"), ROME, said("tool", "dry"), said("assistant", "Dry.")], "tools": [tool("weather", city=TEXT)]},
-    {
-        "messages": [said("user", "1 + 2?"), ADDED, said("tool", "3"), said("assistant", "3")],
-        "tools": [tool("add", a={"type": "number"}, b=TEXT)],
-    },
-    {"messages": [said("system", "Think."), said("user", "Why?"), said("assistant", "So.", reasoning_content="Hm.")]},
-    {
-        "messages": [said("user", "Time?"), NOTHING, said("tool", "noon"), said("assistant", "Noon.")],
-        "tools": [tool("weather", city=TEXT), tool("now")],
-    },
+    {"messages": ASKED, "tools": [tool("weather", city=TEXT)]},
+    {"messages": SUMMED, "tools": [tool("add", a={"type": "number"}, b=TEXT)]},
+    {"messages": THOUGHT},
+    {"messages": TIMED, "tools": [tool("weather", city=TEXT), tool("now")]},
 ]
 PREFERENCES = [
     {"prompt": [said("user", "Rome?")], "chosen": [ROME], "rejected": [ADDED], "tools": [tool("weather", city=TEXT)]},
@@ -208,10 +206,7 @@ def test_null_and_types_that_a_struct_cannot_hold(kind: str, with_tools: ChatTok
         '{"a": null, "c": [1, null]}',
     ]
     assert found.nulls == 1 and any(line.startswith("null in tools or calls of them: 1 examples") for line in found.report())
-
-
-def test_null_that_to_json_writes_is_said(with_tools: ChatTokenizer, tmp_path: Path) -> None:
-    """A table whose null was written into JSON says what nobody can take back."""
+    # A table whose null was written into JSON says what nobody can take back.
     file = as_json(hf_datasets().Dataset.from_list(CONVERSATIONS), tmp_path)
     found = read_examples([file], with_tools, SFTConfig(), SEQ_LENGTH)
     assert (len(found), found.nulls, found.problems) == (len(CONVERSATIONS), 3, [])
@@ -226,18 +221,15 @@ def test_two_formats_in_one_file(with_tools: ChatTokenizer, tmp_path: Path) -> N
 
 
 STRING = pyarrow.string()
+PAIR = pyarrow.struct({"a": STRING, "b": STRING})
 NESTED: dict[str, tuple[pyarrow.DataType, Any, Any]] = {
     "large text": (pyarrow.large_string(), "x", "x"),
     "text view": (pyarrow.string_view(), "x", "x"),
     "dictionary": (pyarrow.dictionary(pyarrow.int8(), STRING), "x", "x"),
-    "large list": (pyarrow.large_list(pyarrow.struct({"a": STRING, "b": STRING})), [{"a": "x"}, None], [{"a": "x"}, None]),
+    "large list": (pyarrow.large_list(PAIR), [{"a": "x"}, None], [{"a": "x"}, None]),
     "fixed list": (pyarrow.list_(STRING, 2), ["x", None], ["x", None]),
-    "list of lists": (pyarrow.list_(pyarrow.list_(pyarrow.struct({"a": STRING, "b": STRING}))), [[{"b": "x"}]], [[{"b": "x"}]]),
-    "map": (
-        pyarrow.map_(STRING, pyarrow.struct({"a": STRING, "b": STRING})),
-        [("k", {"b": "x"}), ("n", None)],
-        {"k": {"b": "x"}, "n": None},
-    ),
+    "list of lists": (pyarrow.list_(pyarrow.list_(PAIR)), [[{"b": "x"}]], [[{"b": "x"}]]),
+    "map": (pyarrow.map_(STRING, PAIR), [("k", {"b": "x"}), ("n", None)], {"k": {"b": "x"}, "n": None}),
     "empty struct": (pyarrow.struct({"a": STRING}), {}, {}),
 }
 
@@ -305,13 +297,10 @@ def test_folders_of_datasets(tmp_path: Path) -> None:
         ):
             example_files([str(tmp_path / folder)])
     assert len(example_files([str(tmp_path / "two" / "train")])) == 1
-
-
-@pytest.mark.parametrize("listed", [[], 5, {}, ["a.arrow"], [{"name": "a.arrow"}], [{"filename": 5}]])
-def test_a_damaged_list_of_data_files_is_refused(listed: Any, tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text(json.dumps({"_data_files": listed}))
-    with pytest.raises(DataError, match=re.escape(f"{tmp_path}/state.json: _data_files: got ")):
-        example_files([str(tmp_path)])
+    for listed in ([], 5, {}, ["a.arrow"], [{"name": "a.arrow"}], [{"filename": 5}]):
+        (tmp_path / "one" / "state.json").write_text(json.dumps({"_data_files": listed}))
+        with pytest.raises(DataError, match=re.escape(f"{tmp_path}/one/state.json: _data_files: got ")):
+            example_files([str(tmp_path / "one")])
 
 
 def test_an_arrow_file_whose_texts_end_nowhere_is_damaged(tmp_path: Path) -> None:

@@ -68,30 +68,6 @@ def test_ids_and_masks_are_those_of_transformers(name: str, kind: str, request: 
         assert 0 < sum(mask) < len(mask)
 
 
-@pytest.mark.parametrize("name", ["plain", "chatml", "llama2", "llama3"])
-def test_differences_find_the_same_answers(name: str, llama3: Path, tmp_path: Path) -> None:
-    """A template without marks: what each answer adds is what the marks enclose, and the end of its line."""
-    (tmp_path / "template.jinja").write_text(UNMARKED[name])
-    for messages in CONVERSATIONS:
-        marked, found = (ours(llama3, name, messages), ours(llama3, str(tmp_path / "template.jinja"), messages))
-        assert found.ids == marked.ids and found.text == marked.text
-        tokenizer = load_tokenizer(llama3)
-        more = [id for id, one, other in zip(found.ids, found.loss_mask, marked.loss_mask, strict=True) if one and not other]
-        lines = sum(message["role"] == "assistant" for message in messages) if name in ("plain", "chatml") else 0
-        assert tokenizer.decode(more) == "\n" * lines
-        assert not any(other and not one for one, other in zip(found.loss_mask, marked.loss_mask, strict=True))
-
-
-def test_loss_on_the_last_answer_and_on_all(llama3: Path, tmp_path: Path) -> None:
-    (tmp_path / "template.jinja").write_text(UNMARKED["llama3"])
-    for template in ("llama3", str(tmp_path / "template.jinja")):
-        last = ours(llama3, template, CONVERSATIONS[2], "last")
-        tokenizer = HFTokenizer(llama3 / "tokenizer.json")
-        loss_mask = [id for id, mark in zip(last.ids, last.loss_mask, strict=True) if mark]
-        assert [tokenizer.token(id) for id in loss_mask] == ["!", "<|eot_id|>"]
-        assert all(ours(llama3, template, CONVERSATIONS[2], "all").loss_mask)
-
-
 def test_sentencepiece_reads_special_tokens_in_templates(llama2: Path, tmp_path: Path) -> None:
     """The model file alone spells them as text; its twin does not."""
     (tmp_path / "tokenizer.model").write_bytes((llama2 / "tokenizer.model").read_bytes())
@@ -115,15 +91,13 @@ def test_where_a_template_is_found(llama3: Path, tmp_path: Path) -> None:
         match=r"--chat-template nowhere: got .*expected a jinja file in UTF-8, or one of plain, chatml, llama2, llama3, qwen2.5, ",
     ):
         ChatTokenizer(tokenizer, "nowhere")
+    (tmp_path / "chat_template.jinja").unlink()
+    ChatTokenizer(tokenizer, "chatml").save_hf(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == BUILT_IN["chatml"]
+    assert ours(tmp_path, None, CONVERSATIONS[0]) == ours(llama3, "chatml", CONVERSATIONS[0])
     (tmp_path / "chat_template.jinja").write_text("fine\n{% if %}")
     with pytest.raises(DataError, match=r"chat_template.jinja:2: got .*expected a jinja template"):
         ChatTokenizer(tokenizer)
-
-
-def test_the_template_travels_with_the_tokenizer(llama3: Path, tmp_path: Path) -> None:
-    ChatTokenizer(HFTokenizer(llama3 / "tokenizer.json"), "chatml").save_hf(tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == BUILT_IN["chatml"]
-    assert ours(tmp_path, None, CONVERSATIONS[0]) == ours(llama3, "chatml", CONVERSATIONS[0])
 
 
 def test_generation_ends_where_answers_do(llama3: Path, tmp_path: Path) -> None:
@@ -139,6 +113,20 @@ def test_generation_ends_where_answers_do(llama3: Path, tmp_path: Path) -> None:
     file.write_text(json.dumps({"temperature": 0.6, "eos_token_id": ended}))
     ChatTokenizer(tokenizer, "chatml").save_hf(tmp_path)
     assert json.loads(file.read_text()) == {"temperature": 0.6, "eos_token_id": [*ended, token["<|im_end|>"]]}
+
+
+def test_what_ends_an_answer(llama2: Path, tmp_path: Path) -> None:
+    """Not the space before a word, which alone decodes to no text, as a special token does; but a built-in template's marker, whatever the
+    tokenizer calls it."""
+    tokenizer = HFTokenizer(llama2 / "tokenizer.json")
+    assert ChatTokenizer(tokenizer, "llama2").ends() == {tokenizer.eos_id}
+    (tmp_path / "text.jinja").write_text(UNMARKED["chatml"])
+    assert ChatTokenizer(tokenizer, str(tmp_path / "text.jinja")).ends() == frozenset()
+    content = json.loads((llama2 / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 800, "content": "<|im_end|>", "special": False})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    marked = ChatTokenizer(HFTokenizer(tmp_path / "tokenizer.json"), "chatml")
+    assert marked.require_end() == () and marked.ends() == {800}
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3"])
@@ -164,46 +152,29 @@ def test_a_marker_in_ordinary_tokens_is_refused(
     assert f"warning: {tmp_path}/text.jinja: got answers that end with '<|im_end|>'" in capsys.readouterr().err
 
 
-def test_the_space_before_a_word_ends_no_answer(llama2: Path, tmp_path: Path) -> None:
-    """Alone it decodes to no text, as a special token does."""
-    tokenizer = HFTokenizer(llama2 / "tokenizer.json")
-    assert ChatTokenizer(tokenizer, "llama2").ends() == {tokenizer.eos_id}
-    (tmp_path / "text.jinja").write_text(UNMARKED["chatml"])
-    assert ChatTokenizer(tokenizer, str(tmp_path / "text.jinja")).ends() == frozenset()
-
-
-def test_a_marker_that_is_a_token_but_not_special(llama2: Path, tmp_path: Path) -> None:
-    """A built-in template's marker ends answers, whatever the tokenizer calls it."""
-    content = json.loads((llama2 / "tokenizer.json").read_text())
-    content["added_tokens"].append({**content["added_tokens"][0], "id": 800, "content": "<|im_end|>", "special": False})
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    tokenizer = ChatTokenizer(HFTokenizer(tmp_path / "tokenizer.json"), "chatml")
-    assert tokenizer.require_end() == () and tokenizer.ends() == {800}
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ messages.__class__.__mro__ }}",
-        "{{ ''.__class__ }}",
-        "{{ messages.append(1) }}",
-        "{{ messages[0].update(role='x') }}",
-        "{% set n = namespace(__init__=1) %}",
-        "{% set n = namespace() %}{% set n.__class__ = 1 %}{{ n }}",
-        "{{ dict.__globals__ }}",
-        "{{ raise_exception.__globals__['__builtins__'] }}",
-        "{{ range(1000000000) }}",
-        "{% include '/etc/passwd' %}",
-        "{{ tojson.__code__ }}{{ strftime_now.__globals__ }}",
-    ],
+ESCAPES = (
+    "{{ messages.__class__.__mro__ }}",
+    "{{ ''.__class__ }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update(role='x') }}",
+    "{% set n = namespace(__init__=1) %}",
+    "{% set n = namespace() %}{% set n.__class__ = 1 %}{{ n }}",
+    "{{ dict.__globals__ }}",
+    "{{ raise_exception.__globals__['__builtins__'] }}",
+    "{{ range(1000000000) }}",
+    "{% include '/etc/passwd' %}",
+    "{{ tojson.__code__ }}{{ strftime_now.__globals__ }}",
 )
-def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
-    try:
-        text = ChatTemplate(source, "evil", {}).render(CONVERSATIONS[0]).text
-    except UnusableError as error:
-        assert error.reason == "template error"
-    else:
-        assert text == "", text
+
+
+def test_a_template_cannot_leave_its_sandbox() -> None:
+    for source in ESCAPES:
+        try:
+            text = ChatTemplate(source, "evil", {}).render(CONVERSATIONS[0]).text
+        except UnusableError as error:
+            assert error.reason == "template error", source
+        else:
+            assert text == "", (source, text)
 
 
 def test_helpers_of_templates() -> None:
@@ -219,32 +190,23 @@ CALLING = "{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.role == 'assis
 CALLING += "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 WHOLE = "{{ m.content or '' }}{{ m.tool_calls | tojson if m.tool_calls }}"
 LEFT_OUT = {
-    "all calls": ("{{ m.content or '' }}", "tool_calls not rendered", "tool_calls[0] of message 2 of 4 (assistant)"),
-    "all but the first call": (
-        "{{ m.content or '' }}{{ m.tool_calls[0] | tojson if m.tool_calls }}",
-        "tool_calls not rendered",
-        "tool_calls[1] of message 2 of 4",
-    ),
-    "what is said beside calls": (
-        "{{ m.tool_calls | tojson if m.tool_calls else m.content }}",
-        "content not rendered",
-        "content of message 2 of 4 (assistant)",
-    ),
+    "all calls": ("{{ m.content or '' }}", "tool_calls[0] of message 2 of 4 (assistant)"),
+    "all but the first call": ("{{ m.content or '' }}{{ m.tool_calls[0] | tojson if m.tool_calls }}", "tool_calls[1] of message 2 of 4"),
+    "what is said beside calls": ("{{ m.tool_calls | tojson if m.tool_calls else m.content }}", "content of message 2 of 4 (assistant)"),
     "calls from the loss": (
         "{{ m.content or '' }}{% endgeneration %}{{ m.tool_calls | tojson if m.tool_calls }}{% generation %}.",
-        "tool_calls not rendered",
         "a template that leaves it outside {% generation %}",
     ),
-    "the reasoning": (WHOLE, "reasoning not rendered", "reasoning of message 4 of 4 (assistant)"),
-    "the tools": (WHOLE + "{{ m.reasoning_content }}", "tools not rendered", "got tools, and a template that leaves it out"),
-    "nothing": (WHOLE + "{{ m.reasoning_content }}{{ tools | tojson }}", "", ""),
+    "the reasoning": (WHOLE, "reasoning of message 4 of 4 (assistant)"),
+    "the tools": (WHOLE + "{{ m.reasoning_content }}", "got tools, and a template that leaves it out"),
+    "nothing": (WHOLE + "{{ m.reasoning_content }}{{ tools | tojson }}", ""),
 }
 
 
 @pytest.mark.parametrize("what", LEFT_OUT)
 def test_what_a_template_leaves_out_is_refused(what: str, llama3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With file and line: else the text without it would be trained, and nobody would know."""
-    source, reason, words = LEFT_OUT[what]
+    source, words = LEFT_OUT[what]
     (tmp_path / "chat.jinja").write_text(CALLING.replace("ANSWER", source))
     messages = [
         CONVERSATIONS[0][0],
@@ -254,9 +216,9 @@ def test_what_a_template_leaves_out_is_refused(what: str, llama3: Path, tmp_path
     ]
     (tmp_path / "data.jsonl").write_text(json.dumps({"messages": messages, "tools": TOOLS}) + "\n")
     command = ["data", "check", str(tmp_path / "data.jsonl"), "--tokenizer-model", str(llama3)]
-    assert main([*command, "--chat-template", str(tmp_path / "chat.jinja")]) == (1 if reason else 0)
+    assert main([*command, "--chat-template", str(tmp_path / "chat.jinja")]) == (1 if words else 0)
     said = capsys.readouterr()
-    assert (f"{tmp_path}/data.jsonl:1: field " in said.out + said.err) == bool(reason) and words in said.out + said.err
+    assert (f"{tmp_path}/data.jsonl:1: field " in said.out + said.err) == bool(words) and words in said.out + said.err
     auto = AutoTokenizer.from_pretrained(llama3)
     text = auto.apply_chat_template(messages, tools=TOOLS, chat_template=(tmp_path / "chat.jinja").read_text(), tokenize=False)
     assert "found" in text, "transformers renders it"
@@ -266,34 +228,20 @@ def test_content_that_is_null_is_not_there_for_a_template(llama3: Path, tmp_path
     """As in transformers 5: one that asks for it fails, and is refused; one that does not, renders the same."""
     record = {"messages": [CONVERSATIONS[0][0], {"role": "assistant", "content": None, "tool_calls": CALLS}], "tools": TOOLS}
     auto = AutoTokenizer.from_pretrained(llama3)
-    for source, fails in (
-        ("{% for m in messages %}{{ m['content'] + '!' }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}{{ tools }}", True),
-        (
-            "{% for m in messages %}{{ m.content is defined }}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}{{ tools }}",
-            False,
-        ),
-    ):
+    calls = "{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}{{ tools }}"
+    sources = ("{% for m in messages %}{{ m['content'] + '!' }}" + calls, "{% for m in messages %}{{ m.content is defined }}{{ m.content }}" + calls)
+    for fails, source in zip((True, False), sources, strict=True):
         (tmp_path / "chat.jinja").write_text(source)
-        example = read_example(record, "messages")
         tokenizer = ChatTokenizer(HFTokenizer(llama3 / "tokenizer.json"), str(tmp_path / "chat.jinja"))
         if fails:
             with pytest.raises(jinja2.TemplateError, match="no attribute 'content'"):
                 auto.apply_chat_template(record["messages"], tools=TOOLS, chat_template=source, tokenize=False)
             with pytest.raises(UnusableError, match="template error") as refused:
-                tokenizer.read(example, "all")
+                tokenizer.read(read_example(record, "messages"), "all")
             assert "data.jsonl:7: got 'dict object' has no attribute 'content'" in str(refused.value.at("data.jsonl:7"))
         else:
             text = auto.apply_chat_template(record["messages"], tools=TOOLS, chat_template=source, tokenize=False)
-            assert tokenizer.read(example, "all").text == text and "False[{" in text
-
-
-@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_has_the_names_of_transformers(name: str, llama3: Path) -> None:
-    source = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
-    messages = [CONVERSATIONS[0][0], {"role": "assistant", "content": "Yes.", name: "I know.", "note": None}]
-    theirs = AutoTokenizer.from_pretrained(llama3).apply_chat_template(messages, chat_template=source, tokenize=False)
-    assert ChatTemplate(source, "own", {}).render(messages).text == theirs
-    assert '"thinking": "I know."' in theirs and '"reasoning_content": "I know."' in theirs and "note" not in theirs
+            assert tokenizer.read(read_example(record, "messages"), "all").text == text and "False[{" in text
 
 
 def test_marks_inside_marks_are_refused() -> None:
