@@ -186,6 +186,10 @@ class ModuleEngine:
             return self._engine.step(rates, clip=self.clip)
 
         result = self._passes.end_step(update, fewer=fewer)
+        if self._values.layouts and self.result is None:
+            from megatron_llama.engine.shard.tensor_parallel import require_same_gradients
+
+            require_same_gradients(self._values)
         self.result = result
         # A scheduler of torch warns if it is stepped before its optimizer, and asks this.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -186,7 +186,7 @@ class _Loading:
             if what != MASTER and values.of_blocks(values.bucket_of[name], what):
                 values.write_blocks(name, what, _whole(value))
             else:
-                values.write(name, what, _whole(value).reshape(-1))
+                values.write(name, what, values.layouts.part(name, _whole(value)).reshape(-1))
             if what == MASTER:
                 values.uninitialized.discard(name)
         for name, buffer, value in self._buffers:

@@ -399,7 +399,7 @@ class Passes:
 
     def _receive_buffers(self) -> None:
         with self._peers.explained(), self._peers.axis.recorder.waiting(AGREEMENT):
-            broadcast_buffers(self._model, self._peers.axis)
+            broadcast_buffers(self._model, self._engine.mesh.dp)
 
     def _settling_sends(self) -> bool:
         """Whether the beginning of an evaluation may gather weights: those of updates that were put

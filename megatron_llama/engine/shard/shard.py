@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from megatron_llama.engine.build import build_engine
 from megatron_llama.engine.mesh import Mesh
@@ -51,6 +52,7 @@ from megatron_llama.engine.shard.specs import (
     unit_specs,
 )
 from megatron_llama.engine.shard.state import StateLayout, state_layout
+from megatron_llama.engine.shard.tensor_layouts import ALL_PLAIN
 from megatron_llama.engine.shard.unit_policies import (
     DTYPE_NAMES,
     UnitPolicy,
@@ -200,6 +202,16 @@ def shard(
     compute_dtype = dtype or usual_dtype(names, own_dtypes(all_units))
     problems += policy_problems(policies, by_name, compute_dtype, optimizer_offload)
     problems += sharing_problems(all_units)
+    shares = any(isinstance(parameter, DTensor) for parameter in names)
+    if shares:
+        from megatron_llama.engine.shard.tensor_parallel import (
+            add_tensor_axis,
+            require_by_parts,
+            tensor_parallel_problems,
+            with_local_parts,
+        )
+
+        problems += tensor_parallel_problems(model, names)
     problems += left_out.problems(optimizer)
     half = torch.float16 in (compute_dtype, *own_dtypes(all_units).values())
     if half and optimizer_offload != "none":
@@ -221,6 +233,8 @@ def shard(
         from megatron_llama.engine.shard.more_optimizers import require_updatable
 
         require_updatable(groups, optimizer_offload, compute_dtype)
+    if shares:
+        require_by_parts(groups, optimizer_offload)
     described = [
         f"{unit.name} {unit.policy.options or ''}".strip()
         for unit in all_units
@@ -228,16 +242,20 @@ def shard(
     ]
     before = Snapshot(model)
     data = data_mesh(mesh, device)
+    layouts = ALL_PLAIN
     try:
+        if shares:
+            data, layouts = add_tensor_axis(data, names)
         # First: ranks with other options would make other groups, and wait for each other.
         apart = left_out.parameters if left_out.own_values else {}
         common = [name for name in left_out.parameters if name not in apart]
         require_same_model(model, data.world, apart.values())
         require_same_options(options.agreed(described, groups, common), data.world)
         data = add_shard_axes(data, mesh, shard_size if strategy_named(strategy).sharded else 1)
-        layout = state_layout(data, mesh)
+        layout = state_layout(data, mesh, layouts)
+        own_names = with_local_parts(model, names) if shares else names
         engine = _build(
-            options, model, names, all_units, groups, data, layout, compute_dtype, left_out
+            options, model, own_names, all_units, groups, data, layout, compute_dtype, left_out
         )
         given = optimizer.optimizer if isinstance(optimizer, Elementwise) else optimizer
         if isinstance(given, torch.optim.Optimizer):
@@ -293,18 +311,22 @@ def _build(
     dtypes = {
         name: DTYPE_NAMES[own] for name, own in own_dtypes(units).items() if own != compute_dtype
     }
+    specs = unit_specs(names, units, groups, dtypes)
+    if layout.layouts:
+        from megatron_llama.engine.shard.tensor_parallel import counted_once, require_same_values
+
+        specs = counted_once(specs, layout.layouts, mesh.tp.size)
     bucket_plan = module_bucket_plan(
-        unit_specs(names, units, groups, dtypes),
-        engine_options,
-        shards=mesh.dp_shard.size,
-        kept=kept_parameters(units),
+        specs, engine_options, shards=mesh.dp_shard.size, kept=kept_parameters(units)
     )
     # Parameters get their handles while the engine is built, and these say why a wait ended.
     peers = Peers(mesh)
-    holders = Holders(model, names, peers.explained)
+    holders = Holders(model, names, peers.explained, layout.layouts)
     engine = build_engine(engine_options, bucket_plan, mesh, attach=holders.attach)
     try:
         values = first_values(engine, model, names, holders)
+        if layout.layouts:
+            require_same_values(values)
         values.ignored = dict(ignored.aliases())
         ignored.share(values)
         # Before the classes of modules change: it looks for what is exactly an nn.Linear.
