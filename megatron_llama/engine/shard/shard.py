@@ -135,7 +135,8 @@ def shard(
     (AdamW, SGD, Adam, RMSprop and others), or one that ``ml.elementwise`` says is. ``clip`` is the
     largest global L2 norm of the gradient; 0: no clipping.
     ``mesh`` is a DeviceMesh (with two dims: replicas and shards), a process group, or None: all
-    processes, as torchrun has started them, or this one alone.
+    processes, as torchrun has started them, or this one alone. DTensor parameters (those of torch's
+    ``parallelize_module``) are sharded by this rank's part, over ``mesh["dp"]`` of their mesh.
     ``param_slots`` and ``grad_slots`` are the numbers of units whose whole parameters and gradients
     a rank holds at a time; ``param_slots="all"`` gathers each unit once in a step.
     ``shard_size`` shards within so many neighbours and repeats the shards across (hybrid sharding).

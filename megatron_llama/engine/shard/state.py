@@ -213,6 +213,14 @@ def require_savable(values: ModuleValues, layout: StateLayout, keywords: Mapping
     if keywords.get("distributed_checkpoint"):
         return  # it saves with torch.distributed.checkpoint
     given = keywords.get("state_dict")
+    if given is None and values.layouts:
+        raise ShardedParameterError(
+            "model.save_pretrained",
+            got="a model with DTensors, of which this rank has parts",
+            expected="whole parameters",
+            do="inside of engine.gathered() give it state_dict= with full_tensor() of each, or "
+            "save engine.state_dict() with torch.distributed.checkpoint",
+        )
     if given is not None:
         absent = any(isinstance(value, DTensor) for value in given.values())
     else:

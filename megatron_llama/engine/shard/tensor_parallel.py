@@ -129,6 +129,8 @@ def add_tensor_axis(mesh: Mesh, names: ParameterNames) -> tuple[Mesh, TensorLayo
     position = tensor_mesh.get_local_rank()
     # The mesh of a single process knows no global ranks.
     data_ranks = mesh.world.ranks if mesh.world.size > 1 else (dist.get_rank(),)
+    # First of all: a rank that refuses would leave while others connect to it.
+    places = all_gather_object((line, position), mesh.world)
     shared = sorted(set(line).intersection(data_ranks))
     if len(shared) > 1:
         raise ClusterError(
@@ -139,7 +141,6 @@ def add_tensor_axis(mesh: Mesh, names: ParameterNames) -> tuple[Mesh, TensorLayo
             do="give shard(mesh=mesh['dp']) of the DeviceMesh whose mesh['tp'] has the DTensors, "
             "and a model that no other library has sharded over them",
         )
-    places = all_gather_object((line, position), mesh.world)
     if len({place for _, place in places}) > 1:
         listed = ", ".join(
             f"rank {rank} the {place + 1}. of {ranks}"
@@ -208,7 +209,7 @@ def require_same_values(values: ModuleValues) -> None:
     with raise_on_all_ranks(values.engine.mesh.world):
         if apart:
             raise ConfigError(
-                f"shard: {named(apart)}",
+                named(apart),
                 got="other values on ranks that share the model's DTensors",
                 expected="the same: what is no DTensor is whole on each of them, and is trained "
                 "alike",
