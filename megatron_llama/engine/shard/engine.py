@@ -19,7 +19,6 @@ from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.engine.shard.accesses import PassError
 from megatron_llama.engine.shard.data_mesh import close_data_mesh
-from megatron_llama.engine.shard.initial import initialize
 from megatron_llama.engine.shard.intercept import intercept_states
 from megatron_llama.engine.shard.linear import AttachedLinears
 from megatron_llama.engine.shard.marks import Marks
@@ -296,6 +295,8 @@ class ModuleEngine:
         ``fn(module)`` is called for every module while its unit is whole, by default its own
         ``reset_parameters``, or ``_init_weights`` of a model of transformers. The values of rank 0
         count. Collective."""
+        from megatron_llama.engine.shard.initialize import initialize
+
         self._require_between_steps("engine.initialize()")
         self._passes.meet(INITIALIZE)
         self._passes.suspended = True

@@ -44,8 +44,6 @@ from megatron_llama.engine.shard.order import (
 from megatron_llama.engine.shard.peers import OrderError, Peers
 from megatron_llama.engine.shard.placeholders import Placeholder, ShardedParameterError
 from megatron_llama.engine.shard.positions import Counts, Position
-from megatron_llama.engine.shard.saved_weights import checks_reads
-from megatron_llama.engine.shard.scaled_loss import scaled
 from megatron_llama.engine.shard.specs import ModuleUnit
 
 COMPILE_HINT = (
@@ -237,6 +235,8 @@ class Passes:
         loss_scale = self._engine.loss_scale
         if not loss_scale.dynamic:
             return loss
+        from megatron_llama.engine.shard.scaled_loss import scaled
+
         return scaled(loss, loss_scale.value, self._backward.begin_scaled)
 
     def require_usable(self) -> None:
@@ -324,6 +324,7 @@ class Passes:
         """Check what is read in backward where a slot may hold another unit."""
         if not unit.slots or not torch.is_grad_enabled():
             return nullcontext()
+        from megatron_llama.engine.shard.saved_weights import checks_reads
 
         def require_announced() -> None:
             if unit not in self._accesses.held:

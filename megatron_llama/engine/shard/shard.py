@@ -52,7 +52,7 @@ from megatron_llama.engine.shard.specs import (
     unit_specs,
 )
 from megatron_llama.engine.shard.state import StateLayout, state_layout
-from megatron_llama.engine.shard.tensor_layouts import ALL_PLAIN
+from megatron_llama.engine.shard.tensor_layouts import ALL_PLAIN, TensorLayouts
 from megatron_llama.engine.shard.unit_policies import (
     DTYPE_NAMES,
     UnitPolicy,
@@ -207,6 +207,7 @@ def shard(
     if shares:
         from megatron_llama.engine.shard.tensor_parallel import (
             add_tensor_axis,
+            joint_state_layout,
             require_by_parts,
             tensor_parallel_problems,
             with_local_parts,
@@ -253,10 +254,22 @@ def shard(
         require_same_model(model, data.world, apart.values())
         require_same_options(options.agreed(described, groups, common), data.world)
         data = add_shard_axes(data, mesh, shard_size if strategy_named(strategy).sharded else 1)
-        layout = state_layout(data, mesh, layouts)
-        own_names = with_local_parts(model, names) if shares else names
+        layout = state_layout(data, mesh)
+        own_names = names
+        if shares:
+            layout = joint_state_layout(layout, layouts, data)
+            own_names = with_local_parts(model, names)
         engine = _build(
-            options, model, own_names, all_units, groups, data, layout, compute_dtype, left_out
+            options,
+            model,
+            own_names,
+            all_units,
+            groups,
+            data,
+            layout,
+            compute_dtype,
+            left_out,
+            layouts,
         )
         given = optimizer.optimizer if isinstance(optimizer, Elementwise) else optimizer
         if isinstance(given, torch.optim.Optimizer):
@@ -304,6 +317,7 @@ def _build(
     layout: StateLayout,
     compute_dtype: torch.dtype,
     ignored: IgnoredParameters,
+    layouts: TensorLayouts,
 ) -> ModuleEngine:
     """Build the engine, and let the module hold placeholders."""
     trained = any(parameter.requires_grad for parameter in names)
@@ -313,20 +327,20 @@ def _build(
         name: DTYPE_NAMES[own] for name, own in own_dtypes(units).items() if own != compute_dtype
     }
     specs = unit_specs(names, units, groups, dtypes)
-    if layout.layouts:
+    if layouts:
         from megatron_llama.engine.shard.tensor_parallel import counted_once, require_same_values
 
-        specs = counted_once(specs, layout.layouts, mesh.tp.size)
+        specs = counted_once(specs, layouts, mesh.tp.size)
     bucket_plan = module_bucket_plan(
         specs, engine_options, shards=mesh.dp_shard.size, kept=kept_parameters(units)
     )
     # Parameters get their handles while the engine is built, and these say why a wait ended.
     peers = Peers(mesh)
-    holders = Holders(model, names, peers.explained, layout.layouts)
+    holders = Holders(model, names, peers.explained, layouts)
     engine = build_engine(engine_options, bucket_plan, mesh, attach=holders.attach)
     try:
         values = first_values(engine, model, names, holders)
-        if layout.layouts:
+        if layouts:
             require_same_values(values)
         values.ignored = dict(ignored.aliases())
         ignored.share(values)

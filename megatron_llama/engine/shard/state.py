@@ -24,14 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.shard.data_mesh import new_group
 from megatron_llama.engine.shard.names import clean_name
 from megatron_llama.engine.shard.placeholders import Placeholder, ShardedParameterError
-from megatron_llama.engine.shard.tensor_layouts import ALL_PLAIN, TensorLayout, TensorLayouts
 from megatron_llama.engine.shard.values import MASTER, ModuleValues, forget
 
 MODEL = "model"
@@ -46,31 +44,20 @@ class StateLayout:
     device_mesh: DeviceMesh | None
     """The user's processes; None where each has everything. Its groups are not the engine's, so
     that neither waits for the other's messages."""
-    layouts: TensorLayouts = ALL_PLAIN
-    joint_mesh: DeviceMesh | None = None
-    """The same processes, each with the ranks with which it shares DTensors along the last dim."""
 
-    def placements(self, layout: TensorLayout | None) -> tuple[Placement, ...]:
-        """Return how a parameter is cut: along the first dim over the last dim of the mesh, and
-        repeated over the other; before that as its layout says."""
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The first dim is cut over the last dim of the mesh, and repeated over the other."""
         assert self.device_mesh is not None
-        repeated = [Replicate()] * (self.device_mesh.ndim - 1)
-        if layout is None:
-            return (*repeated, Shard(0))
-        if layout.placement == Shard(0):
-            # As FSDP2 has it: the parts of tensor parallelism are cut, and not the whole.
-            return (*repeated, _StridedShard(0, split_factor=layout.mesh.size()), layout.placement)
-        return (*repeated, Shard(0), layout.placement)
+        return (*[Replicate()] * (self.device_mesh.ndim - 1), Shard(0))
 
     def cut(self, name: str, whole: Tensor, device: torch.device) -> Tensor:
         """Return this rank's part of a parameter in memory of its own on ``device``, as a DTensor
-        where ranks have shards. ``whole`` is all of it that is on the engine's shards."""
+        where ranks have shards."""
         mesh = self.device_mesh
-        layout = self.layouts.by_name.get(name)
         # A number cannot be cut, and torch has it whole on every rank as well.
         if mesh is None or whole.dim() == 0:
-            copied = whole.to(device, copy=True)
-            return copied if layout is None else layout.around(copied)
+            return whole.to(device, copy=True)
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         chunks = whole.chunk(mesh.size(mesh.ndim - 1), dim=0)
@@ -78,40 +65,22 @@ class StateLayout:
         local = chunks[index] if index < len(chunks) else whole[:0]
         return DTensor.from_local(
             local.to(device, copy=True),
-            mesh if layout is None else self.joint_mesh,
-            self.placements(layout),
+            mesh,
+            self.placements,
             run_check=False,
-            shape=whole.shape if layout is None else torch.Size(layout.shape),
-            stride=whole.stride() if layout is None else layout.stride,
+            shape=whole.shape,
+            stride=whole.stride(),
         )
 
 
-def state_layout(
-    mesh: Mesh, given: DeviceMesh | dist.ProcessGroup | None, layouts: TensorLayouts = ALL_PLAIN
-) -> StateLayout:
+def state_layout(mesh: Mesh, given: DeviceMesh | dist.ProcessGroup | None) -> StateLayout:
     """Return the layout for the processes that the user chose: the user's DeviceMesh, or one over
-    the user's group, with two dims (replicas and shards) under hybrid sharding; and for the ranks
-    that share DTensors of ``layouts``. Collective."""
+    the user's group, with two dims (replicas and shards) under hybrid sharding. Collective."""
     if mesh.dp_shard.size == 1:
-        return StateLayout(None, layouts)
-    device_mesh = _device_mesh(mesh, given)
-    if not layouts:
-        return StateLayout(device_mesh)
-    tensor_mesh = next(iter(layouts.by_name.values())).mesh
-    ranks = [layouts.lines[rank] for rank in device_mesh.mesh.flatten().tolist()]
-    joint_mesh = DeviceMesh.from_group(
-        [*device_mesh.get_all_groups(), tensor_mesh.get_group()],
-        mesh.device.type,
-        torch.tensor(ranks).view(*device_mesh.shape, tensor_mesh.size()),
-        mesh_dim_names=(*("replicate", "shard")[-device_mesh.ndim :], "tensor"),
-    )
-    return StateLayout(device_mesh, layouts, joint_mesh)
-
-
-def _device_mesh(mesh: Mesh, given: DeviceMesh | dist.ProcessGroup | None) -> DeviceMesh:
+        return StateLayout(None)
     hybrid = mesh.dp_replica.size > 1
     if isinstance(given, DeviceMesh) and given.ndim == 1 + hybrid:
-        return given
+        return StateLayout(given)
     kind = mesh.device.type
     if hybrid:
         groups = [
@@ -120,12 +89,12 @@ def _device_mesh(mesh: Mesh, given: DeviceMesh | dist.ProcessGroup | None) -> De
         ]
         ranks = torch.tensor(mesh.dp.ranks).view(-1, mesh.dp_shard.size)
         names = ("replicate", "shard")
-        return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=names)
+        return StateLayout(DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=names))
     group = dist.group.WORLD if given is None else given
     if isinstance(group, DeviceMesh):
         group = new_group("state dicts over dp", mesh.dp.ranks)
     assert group is not None
-    return DeviceMesh.from_group(group, kind)
+    return StateLayout(DeviceMesh.from_group(group, kind))
 
 
 def sharded_parameters(

@@ -10,56 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor
 
-
-@dataclass(frozen=True)
-class TensorLayout:
-    """The ranks that share one parameter, and how."""
-
-    mesh: DeviceMesh
-    """Of one dim."""
-    placement: Placement
-    """Shard or Replicate."""
-    shape: tuple[int, ...]
-    """The shape of the whole parameter."""
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether each rank has a part of its own."""
-        return isinstance(self.placement, Shard)
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """The strides of the whole parameter."""
-        return torch.empty(self.shape, device="meta").stride()
-
-    def around(self, local: Tensor) -> DTensor:
-        """Return the DTensor around this rank's part, in the same memory."""
-        return DTensor.from_local(
-            local,
-            self.mesh,
-            (self.placement,),
-            run_check=False,
-            shape=torch.Size(self.shape),
-            stride=self.stride,
-        )
-
-    def has(self, tensor: DTensor) -> bool:
-        """Whether a DTensor lies as this layout says."""
-        return tensor.device_mesh == self.mesh and tensor.placements == (self.placement,)
-
-    def part(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a tensor: of the whole, or of a DTensor of this layout."""
-        if isinstance(whole, DTensor):
-            return whole.to_local()
-        if isinstance(self.placement, Shard):
-            return whole.chunk(self.mesh.size(), self.placement.dim)[self.mesh.get_local_rank()]
-        return whole
+if TYPE_CHECKING:
+    from megatron_llama.engine.shard.tensor_parallel import TensorLayout
 
 
 @dataclass(frozen=True)

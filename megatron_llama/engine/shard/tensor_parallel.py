@@ -11,7 +11,7 @@ Imported for models that have DTensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import eq
 from typing import TypeVar
 
@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_llama.engine.comm.object_collectives import all_gather_object, raise_on_all_ranks
 from megatron_llama.engine.mesh import Axis, Mesh
@@ -29,7 +30,8 @@ from megatron_llama.engine.shard.data_mesh import add_axis
 from megatron_llama.engine.shard.gathered import sum_of_words
 from megatron_llama.engine.shard.names import ParameterNames, clean_name
 from megatron_llama.engine.shard.optimizer import ParameterGroup
-from megatron_llama.engine.shard.tensor_layouts import TensorLayout, TensorLayouts
+from megatron_llama.engine.shard.state import StateLayout
+from megatron_llama.engine.shard.tensor_layouts import ALL_PLAIN, TensorLayouts
 from megatron_llama.engine.shard.values import MASTER, ModuleValues, named
 from megatron_llama.errors import ClusterError, ConfigError, TrainingError, describe
 
@@ -40,6 +42,51 @@ LARGEST_DIFFERENCE = 1e-2
 """The most by which norm and sum of one gradient may differ between ranks that compute it alike, as
 a share of its norm: in bf16, with sums in another order. A rank's part of a sum, or the gradient of
 other samples, differs by more."""
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """The ranks that share one parameter, and how."""
+
+    mesh: DeviceMesh
+    """Of one dim."""
+    placement: Placement
+    """Shard or Replicate."""
+    shape: tuple[int, ...]
+    """The shape of the whole parameter."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank has a part of its own."""
+        return isinstance(self.placement, Shard)
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """The strides of the whole parameter."""
+        return torch.empty(self.shape, device="meta").stride()
+
+    def around(self, local: Tensor) -> DTensor:
+        """Return the DTensor around this rank's part, in the same memory."""
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            (self.placement,),
+            run_check=False,
+            shape=torch.Size(self.shape),
+            stride=self.stride,
+        )
+
+    def has(self, tensor: DTensor) -> bool:
+        """Whether a DTensor lies as this layout says."""
+        return tensor.device_mesh == self.mesh and tensor.placements == (self.placement,)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of a tensor: of the whole, or of a DTensor of this layout."""
+        if isinstance(whole, DTensor):
+            return whole.to_local()
+        if isinstance(self.placement, Shard):
+            return whole.chunk(self.mesh.size(), self.placement.dim)[self.mesh.get_local_rank()]
+        return whole
 
 
 def tensor_parallel_problems(model: nn.Module, names: ParameterNames) -> Iterator[str]:
@@ -162,6 +209,53 @@ def add_tensor_axis(mesh: Mesh, names: ParameterNames) -> tuple[Mesh, TensorLayo
     }
     grown = replace(mesh, world=world, tp=tp, made=(*also_made, *made, *mesh.made))
     return grown, TensorLayouts(by_name, lines)
+
+
+@dataclass(frozen=True)
+class JointStateLayout(StateLayout):
+    """How state dicts cut a model with DTensors: over the data-parallel ranks as others, and before
+    that as each DTensor is."""
+
+    layouts: TensorLayouts = ALL_PLAIN
+    joint_mesh: DeviceMesh | None = None
+    """The data-parallel ranks, each with those with which it shares DTensors along the last dim;
+    None where the former have everything."""
+
+    def cut(self, name: str, whole: Tensor, device: torch.device) -> Tensor:
+        layout = self.layouts.by_name.get(name)
+        cut = super().cut(name, whole, device)
+        if layout is None:
+            return cut
+        if not isinstance(cut, DTensor):
+            return layout.around(cut)
+        assert self.joint_mesh is not None
+        *repeated, first = cut.placements
+        if layout.placement == Shard(0):
+            # As FSDP2 has it: the parts of tensor parallelism are cut, and not the whole.
+            first = _StridedShard(0, split_factor=layout.mesh.size())
+        return DTensor.from_local(
+            cut.to_local(),
+            self.joint_mesh,
+            (*repeated, first, layout.placement),
+            run_check=False,
+            shape=torch.Size(layout.shape),
+            stride=layout.stride,
+        )
+
+
+def joint_state_layout(plain: StateLayout, layouts: TensorLayouts, mesh: Mesh) -> JointStateLayout:
+    """Return the layout of a model with DTensors, given that of a plain one."""
+    if plain.device_mesh is None:
+        return JointStateLayout(None, layouts)
+    tensor_mesh = next(iter(layouts.by_name.values())).mesh
+    ranks = [layouts.lines[rank] for rank in plain.device_mesh.mesh.flatten().tolist()]
+    joint_mesh = DeviceMesh.from_group(
+        [*plain.device_mesh.get_all_groups(), tensor_mesh.get_group()],
+        mesh.device.type,
+        torch.tensor(ranks).view(*plain.device_mesh.shape, tensor_mesh.size()),
+        mesh_dim_names=(*("replicate", "shard")[-plain.device_mesh.ndim :], "tensor"),
+    )
+    return JointStateLayout(plain.device_mesh, layouts, joint_mesh)
 
 
 def with_local_parts(model: nn.Module, names: ParameterNames) -> ParameterNames:
