@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -17,6 +18,15 @@ def accumulate(view: Tensor, beta: float, value: Tensor) -> None:
         view.copy_(value)
     else:
         view.add_(value)
+
+
+def inner(tensor: Tensor) -> Tensor:
+    """Return the tensor that has the values on this rank: of one that is around another, as a
+    DTensor is, the one inside of it."""
+    while is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        tensor = getattr(tensor, names[0])
+    return tensor
 
 
 def rows(x: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ from megatron_llama.engine.shard.open_counting import OpenCounting, UnusedCounti
 from megatron_llama.engine.shard.order import REDUCTION, STEP, AccessOrder, StepPlan
 from megatron_llama.engine.shard.peers import OrderError, Peers
 from megatron_llama.engine.shard.placeholders import Placeholder, Resolve
-from megatron_llama.engine.shard.readers import outside_of_its_unit
 from megatron_llama.engine.shard.short_steps import EndableCounting
 from megatron_llama.engine.shard.specs import ModuleUnit
 from megatron_llama.engine.shard.values import named
@@ -358,6 +357,8 @@ class Accesses:
 
         def refuse(placeholder: Placeholder) -> None:
             if self.active and not self.suspended:
+                from megatron_llama.engine.shard.readers import outside_of_its_unit
+
                 raise outside_of_its_unit(
                     placeholder.parameter_name, model, owner.module, owner.name, owner.owned
                 )

@@ -26,7 +26,7 @@ from megatron_llama.engine.param_handle import param_handle_of
 from megatron_llama.engine.shard.accesses import Accesses, PassError, Unit
 from megatron_llama.engine.shard.order import END_OF_BACKWARD
 from megatron_llama.engine.shard.peers import OrderError
-from megatron_llama.engine.tensors import accumulate
+from megatron_llama.engine.tensors import accumulate, inner
 
 
 class BackwardPasses:
@@ -73,7 +73,7 @@ class BackwardPasses:
                 value.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _refuse_view(self, unit: Unit, value: Tensor) -> None:
-        storage = value.untyped_storage().data_ptr()
+        storage = inner(value).untyped_storage().data_ptr()
         for bucket, name in unit.reads:
             slot = self._engine.parameters.unsharded[bucket].untyped_storage().data_ptr()
             if storage == slot != 0:
@@ -261,6 +261,7 @@ class BackwardPasses:
                     do="make the embedding with sparse=False",
                 )
             )
+        part = self._accesses.holders.layouts.gradient(name, grad)
         handle = param_handle_of(self._accesses.holders.parameters[name])
         assert handle is not None
         # An operator has read the weight a moment ago. Raises if it was not there.
@@ -268,7 +269,7 @@ class BackwardPasses:
             self._engine.parameters.wait_unsharded(self._accesses.bucket_of[name], name)
             view, beta = handle.grad_view()
         with torch.no_grad():  # with create_graph=True backward has gradients
-            accumulate(view, beta, grad)
+            accumulate(view, beta, part)
         handle.grad_written()
 
 

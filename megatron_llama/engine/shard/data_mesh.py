@@ -113,6 +113,15 @@ def _axis(name: str, lines: Lines, backend: str, mesh: Mesh, scalars: bool = Fal
     return Axis(name, line.index(rank), line, group, mesh.recorder)
 
 
+def add_axis(
+    mesh: Mesh, name: str, ranks: Sequence[int]
+) -> tuple[Axis, tuple[dist.ProcessGroup, ...]]:
+    """Return a further axis of ``ranks`` for what ranks say to each other, and the groups that
+    ``close_data_mesh`` has to end for it. Collective over these ranks."""
+    axis = _axis(name, [tuple(ranks)], devices.backend(mesh.device), mesh.recorder)
+    return axis, () if axis.group is None else (axis.group,)
+
+
 def close_data_mesh(mesh: Mesh, *, abort: bool = False) -> None:
     """End the communicators that ``data_mesh`` and ``add_shard_axes`` have made, and leave the
     process group if ``data_mesh`` has joined it. Does nothing to groups of the user. On a device
@@ -154,7 +163,7 @@ def _let_go(mesh: Mesh) -> None:
     hooks lead to the engine, and Python's collector does not follow the hooks of tensors."""
     for transfer in list(mesh.recorder.transfers):
         transfer.disconnect()
-    for axis in (mesh.world, mesh.dp, mesh.dp_shard, mesh.dp_replica, mesh.dp_gather):
+    for axis in (mesh.world, mesh.tp, mesh.dp, mesh.dp_shard, mesh.dp_replica, mesh.dp_gather):
         if axis.group is not None:
             # Frozen, because nothing else may ever change it. None would mean all processes.
             object.__setattr__(axis, "group", dist.GroupMember.NON_GROUP_MEMBER)

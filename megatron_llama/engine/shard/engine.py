@@ -19,7 +19,6 @@ from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.engine.shard.accesses import PassError
 from megatron_llama.engine.shard.data_mesh import close_data_mesh
-from megatron_llama.engine.shard.initial import initialize
 from megatron_llama.engine.shard.intercept import intercept_states
 from megatron_llama.engine.shard.linear import AttachedLinears
 from megatron_llama.engine.shard.marks import Marks
@@ -186,6 +185,10 @@ class ModuleEngine:
             return self._engine.step(rates, clip=self.clip)
 
         result = self._passes.end_step(update, fewer=fewer)
+        if self._values.layouts and self.result is None:
+            from megatron_llama.engine.shard.tensor_parallel import require_same_gradients
+
+            require_same_gradients(self._values)
         self.result = result
         # A scheduler of torch warns if it is stepped before its optimizer, and asks this.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -292,6 +295,8 @@ class ModuleEngine:
         ``fn(module)`` is called for every module while its unit is whole, by default its own
         ``reset_parameters``, or ``_init_weights`` of a model of transformers. The values of rank 0
         count. Collective."""
+        from megatron_llama.engine.shard.initialize import initialize
+
         self._require_between_steps("engine.initialize()")
         self._passes.meet(INITIALIZE)
         self._passes.suspended = True

@@ -14,6 +14,7 @@ from megatron_llama.engine.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.engine.shard.initial import require_same_options
 from megatron_llama.engine.shard.placeholders import NOT_CHOSEN, ON_RANK_0, Placeholder
 from megatron_llama.engine.shard.values import ModuleValues, named
+from megatron_llama.engine.tensors import inner
 from megatron_llama.errors import ConfigError, TrainingError, describe, listing
 
 Only = str | nn.Module | Iterable[str | nn.Module]
@@ -182,8 +183,8 @@ def _digests(parameters: Iterable[Tensor]) -> list[tuple[int, int, int]]:
     """Return what a change of a parameter changes: its version, its address, and the sum of its
     memory."""
     # The version alone is not enough: ``parameter.data.clamp_(...)`` leaves it as it is.
-    listed = list(parameters)
-    sums = [_sum_of_words(parameter.detach()) for parameter in listed]
+    listed = [inner(parameter) for parameter in parameters]
+    sums = [sum_of_words(parameter.detach()) for parameter in listed]
     read = torch.stack(sums).tolist() if sums else []  # the host waits once
     return [
         (parameter._version, parameter.data_ptr(), total)
@@ -191,7 +192,7 @@ def _digests(parameters: Iterable[Tensor]) -> list[tuple[int, int, int]]:
     ]
 
 
-def _sum_of_words(tensor: Tensor) -> Tensor:
+def sum_of_words(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's memory as integers of 64 bits."""
     memory = tensor.reshape(-1).view(torch.uint8)
     if memory.storage_offset() % 8:

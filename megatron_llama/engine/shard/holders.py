@@ -22,6 +22,7 @@ from megatron_llama.engine.shard.placeholders import (
     ShardedParameterError,
 )
 from megatron_llama.engine.shard.specs import ModuleUnit
+from megatron_llama.engine.shard.tensor_layouts import ALL_PLAIN, TensorLayouts
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,15 @@ Explained = Callable[[], AbstractContextManager[None]]
 class Holders:
     """The parameters of a model, which are views of the engine's slots, and their placeholders."""
 
-    def __init__(self, model: nn.Module, names: ParameterNames, explained: Explained) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        names: ParameterNames,
+        explained: Explained,
+        layouts: TensorLayouts = ALL_PLAIN,
+    ) -> None:
         self._explained = explained
+        self.layouts = layouts
         self.places: dict[str, list[Place]] = {own[0]: [] for own in names.values()}
         """By parameter, every place where it is registered: a tied weight has several."""
         for module in model.modules():
@@ -71,11 +79,12 @@ class Holders:
 
     def attach(self, placed: PlacedParam, view: Tensor, handle: BucketParamHandle) -> None:
         """Make the parameter of a view of a slot: the engine calls this for each."""
-        parameter = nn.Parameter(view, requires_grad=placed.spec.trainable)
-        vars(parameter).update(self.attributes[placed.spec.name])
+        name = placed.spec.name
+        parameter = self.layouts.parameter(name, view, requires_grad=placed.spec.trainable)
+        vars(parameter).update(self.attributes[name])
         attach_param_handle(parameter, replace(handle, waits=self._explained))
-        self.parameters[placed.spec.name] = parameter
-        self.trained[placed.spec.name] = placed.spec.trainable
+        self.parameters[name] = parameter
+        self.trained[name] = placed.spec.trainable
 
     def make_placeholders(self, resolve: Mapping[str, Resolve], ask_to_train: AskToTrain) -> None:
         """Make the placeholder of each parameter, with what it asks before it refuses.

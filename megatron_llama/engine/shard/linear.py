@@ -78,11 +78,13 @@ def _forward(module: nn.Linear, input: Tensor) -> Tensor:
 
 def _needs_plain_torch(weight: Tensor, input: Tensor) -> bool:
     """Whether autograd has to see the product: no gradient is asked for, the engine does not have
-    the weight (a forward pre-hook may have put a tensor in its place), or something transforms
-    what is computed: autocast, torch.func, torch.jit.trace, a subclass of Tensor."""
+    the weight (a forward pre-hook may have put a tensor in its place), the weight is a DTensor, or
+    something transforms what is computed: autocast, torch.func, torch.jit.trace, a subclass of
+    Tensor."""
     return (
         not (torch.is_grad_enabled() and weight.requires_grad)
         or param_handle_of(weight) is None
+        or type(weight) is not nn.Parameter
         or type(input) is not Tensor
         or torch.is_autocast_enabled(input.device.type)
         or torch._C._are_functorch_transforms_active()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.shard.intercept import Intercepted
@@ -73,8 +74,8 @@ def _parameter_problems(
         )
         return
     for parameter, (name, *_) in names.items():
-        # DTensors, quantised weights and lazy ones have values that are no view of a slot.
-        if type(parameter) is not nn.Parameter:
+        # Quantised weights and lazy ones have values that are no view of a slot.
+        if type(parameter) not in (nn.Parameter, DTensor):
             yield describe(
                 name,
                 got=type(parameter).__name__,

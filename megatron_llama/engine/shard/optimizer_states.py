@@ -204,7 +204,7 @@ class _Loading:
             if what != MASTER and values.of_blocks(values.bucket_of[name], what):
                 values.write_blocks(name, what, whole)
             else:
-                values.write(name, what, whole.reshape(-1))
+                values.write(name, what, values.layouts.part(name, whole).reshape(-1))
             if what == MASTER:
                 values.uninitialized.discard(name)
             elif whole.is_floating_point():

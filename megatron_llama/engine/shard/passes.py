@@ -44,8 +44,6 @@ from megatron_llama.engine.shard.order import (
 from megatron_llama.engine.shard.peers import OrderError, Peers
 from megatron_llama.engine.shard.placeholders import Placeholder, ShardedParameterError
 from megatron_llama.engine.shard.positions import Counts, Position
-from megatron_llama.engine.shard.saved_weights import checks_reads
-from megatron_llama.engine.shard.scaled_loss import scaled
 from megatron_llama.engine.shard.specs import ModuleUnit
 
 COMPILE_HINT = (
@@ -239,6 +237,8 @@ class Passes:
         loss_scale = self._engine.loss_scale
         if not loss_scale.dynamic:
             return loss
+        from megatron_llama.engine.shard.scaled_loss import scaled
+
         return scaled(loss, loss_scale.value, self._backward.begin_scaled)
 
     def require_usable(self) -> None:
@@ -326,6 +326,7 @@ class Passes:
         """Check what is read in backward where a slot may hold another unit."""
         if not unit.slots or not torch.is_grad_enabled():
             return nullcontext()
+        from megatron_llama.engine.shard.saved_weights import checks_reads
 
         def require_announced() -> None:
             if unit not in self._accesses.held:
@@ -401,7 +402,7 @@ class Passes:
 
     def _receive_buffers(self) -> None:
         with self._peers.explained(), self._peers.axis.recorder.waiting(AGREEMENT):
-            broadcast_buffers(self._model, self._peers.axis)
+            broadcast_buffers(self._model, self._engine.mesh.dp)
 
     def _settling_sends(self) -> bool:
         """Whether the beginning of an evaluation may gather weights: those of updates that were put

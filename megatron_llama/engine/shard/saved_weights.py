@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_llama.engine.tensors import inner
+
 
 class _Saved(NamedTuple):
     """The value that autograd keeps in place of a tensor."""
@@ -40,7 +42,7 @@ def checks_reads(
 
     def pack(saved: Tensor) -> _Saved:
         # By address: autograd saves views and transposes, which are other tensors of the same slot.
-        is_weight = saved.untyped_storage().data_ptr() in storages
+        is_weight = inner(saved).untyped_storage().data_ptr() in storages
         if outer is not None:
             return _Saved(outer[0](saved), None, is_weight)
         return _Saved(saved.detach(), saved._version, is_weight)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from megatron_llama.engine.build import build_engine
 from megatron_llama.engine.mesh import Mesh
@@ -51,6 +52,7 @@ from megatron_llama.engine.shard.specs import (
     unit_specs,
 )
 from megatron_llama.engine.shard.state import StateLayout, state_layout
+from megatron_llama.engine.shard.tensor_layouts import ALL_PLAIN, TensorLayouts
 from megatron_llama.engine.shard.unit_policies import (
     DTYPE_NAMES,
     UnitPolicy,
@@ -134,7 +136,8 @@ def shard(
     (AdamW, SGD, Adam, RMSprop and others), or one that ``ml.elementwise`` says is. ``clip`` is the
     largest global L2 norm of the gradient; 0: no clipping.
     ``mesh`` is a DeviceMesh (with two dims: replicas and shards), a process group, or None: all
-    processes, as torchrun has started them, or this one alone.
+    processes, as torchrun has started them, or this one alone. DTensor parameters (those of torch's
+    ``parallelize_module``) are sharded by this rank's part, over ``mesh["dp"]`` of their mesh.
     ``param_slots`` and ``grad_slots`` are the numbers of units whose whole parameters and gradients
     a rank holds at a time; ``param_slots="all"`` gathers each unit once in a step.
     ``shard_size`` shards within so many neighbours and repeats the shards across (hybrid sharding).
@@ -206,6 +209,17 @@ def shard(
     compute_dtype = dtype or usual_dtype(names, own_dtypes(all_units))
     problems += policy_problems(policies, by_name, compute_dtype, optimizer_offload)
     problems += sharing_problems(all_units)
+    shares = any(isinstance(parameter, DTensor) for parameter in names)
+    if shares:
+        from megatron_llama.engine.shard.tensor_parallel import (
+            add_tensor_axis,
+            joint_state_layout,
+            require_by_parts,
+            tensor_parallel_problems,
+            with_local_parts,
+        )
+
+        problems += tensor_parallel_problems(model, names)
     problems += left_out.problems(optimizer)
     half = torch.float16 in (compute_dtype, *own_dtypes(all_units).values())
     if half and optimizer_offload != "none":
@@ -231,6 +245,8 @@ def shard(
         from megatron_llama.engine.shard.unused import require_skippable
 
         require_skippable(groups, optimizer_offload)
+    if shares:
+        require_by_parts(groups, optimizer_offload)
     described = [
         f"{unit.name} {unit.policy.options or ''}".strip()
         for unit in all_units
@@ -238,7 +254,10 @@ def shard(
     ]
     before = Snapshot(model)
     data = data_mesh(mesh, device)
+    layouts = ALL_PLAIN
     try:
+        if shares:
+            data, layouts = add_tensor_axis(data, names)
         # First: ranks with other options would make other groups, and wait for each other.
         apart = left_out.parameters if left_out.own_values else {}
         common = [name for name in left_out.parameters if name not in apart]
@@ -246,8 +265,21 @@ def shard(
         require_same_options(options.agreed(described, groups, common), data.world)
         data = add_shard_axes(data, mesh, shard_size if strategy_named(strategy).sharded else 1)
         layout = state_layout(data, mesh)
+        own_names = names
+        if shares:
+            layout = joint_state_layout(layout, layouts, data)
+            own_names = with_local_parts(model, names)
         engine = _build(
-            options, model, names, all_units, groups, data, layout, compute_dtype, left_out
+            options,
+            model,
+            own_names,
+            all_units,
+            groups,
+            data,
+            layout,
+            compute_dtype,
+            left_out,
+            layouts,
         )
         given = optimizer.optimizer if isinstance(optimizer, Elementwise) else optimizer
         if isinstance(given, torch.optim.Optimizer):
@@ -295,6 +327,7 @@ def _build(
     layout: StateLayout,
     compute_dtype: torch.dtype,
     ignored: IgnoredParameters,
+    layouts: TensorLayouts,
 ) -> ModuleEngine:
     """Build the engine, and let the module hold placeholders."""
     trained = any(parameter.requires_grad for parameter in names)
@@ -303,18 +336,22 @@ def _build(
     dtypes = {
         name: DTYPE_NAMES[own] for name, own in own_dtypes(units).items() if own != compute_dtype
     }
+    specs = unit_specs(names, units, groups, dtypes)
+    if layouts:
+        from megatron_llama.engine.shard.tensor_parallel import counted_once, require_same_values
+
+        specs = counted_once(specs, layouts, mesh.tp.size)
     bucket_plan = module_bucket_plan(
-        unit_specs(names, units, groups, dtypes),
-        engine_options,
-        shards=mesh.dp_shard.size,
-        kept=kept_parameters(units),
+        specs, engine_options, shards=mesh.dp_shard.size, kept=kept_parameters(units)
     )
     # Parameters get their handles while the engine is built, and these say why a wait ended.
     peers = Peers(mesh)
-    holders = Holders(model, names, peers.explained)
+    holders = Holders(model, names, peers.explained, layouts)
     engine = build_engine(engine_options, bucket_plan, mesh, attach=holders.attach)
     try:
         values = first_values(engine, model, names, holders)
+        if layouts:
+            require_same_values(values)
         values.ignored = dict(ignored.aliases())
         ignored.share(values)
         # Before the classes of modules change: it looks for what is exactly an nn.Linear.

@@ -51,7 +51,7 @@ class StateLayout:
         assert self.device_mesh is not None
         return (*[Replicate()] * (self.device_mesh.ndim - 1), Shard(0))
 
-    def cut(self, whole: Tensor, device: torch.device) -> Tensor:
+    def cut(self, name: str, whole: Tensor, device: torch.device) -> Tensor:
         """Return this rank's part of a parameter in memory of its own on ``device``, as a DTensor
         where ranks have shards."""
         mesh = self.device_mesh
@@ -120,7 +120,7 @@ def sharded_parameters(
                 if placed.spec.name in factors:
                     factor = factors[placed.spec.name].to(value.device, value.dtype)
                     value.view(-1, len(factor)).mul_(factor)
-                cut[placed.spec.name] = layout.cut(value, tensors[what].device)
+                cut[placed.spec.name] = layout.cut(placed.spec.name, value, tensors[what].device)
             # Before the next gather: both are of this bucket's memory.
             del whole, value
     return {name: cut[name] for name in values.aliases if name in cut}
@@ -182,6 +182,14 @@ def require_savable(values: ModuleValues, layout: StateLayout, keywords: Mapping
     if keywords.get("distributed_checkpoint"):
         return  # it saves with torch.distributed.checkpoint
     given = keywords.get("state_dict")
+    if given is None and values.layouts:
+        raise ShardedParameterError(
+            "model.save_pretrained",
+            got="a model with DTensors, of which this rank has parts",
+            expected="whole parameters",
+            do="inside of engine.gathered() give it state_dict= with full_tensor() of each, or "
+            "save engine.state_dict() with torch.distributed.checkpoint",
+        )
     if given is not None:
         absent = any(isinstance(value, DTensor) for value in given.values())
     else:

@@ -68,8 +68,9 @@ class ModuleValues:
             for bucket in self.plan.buckets
             for segment in self.plan.segments(bucket.index, engine.mesh.dp_shard.rank)
         }
+        self.layouts = holders.layouts
         self._shapes = {
-            placed.spec.name: placed.spec.shape
+            placed.spec.name: self.layouts.shape(placed.spec.name, placed.spec.shape)
             for bucket in self.plan.buckets
             for placed in bucket.placements
         }
@@ -201,6 +202,12 @@ class ModuleValues:
                 dist.broadcast(values.data.view(torch.uint8), group=axis.communicator, group_src=0)
             yield start, values
 
+    def _axis(self, name: str) -> Axis:
+        """Return the ranks that get their values of a parameter from the first of them."""
+        mesh = self.engine.mesh
+        alike = mesh.tp.size > 1 and name in self.aliases and not self.layouts.is_cut(name)
+        return mesh.world if alike else mesh.dp
+
     # Parameters and buffers in the module
 
     def places(self, name: str) -> Iterator[tuple[nn.Module, str]]:
@@ -236,7 +243,7 @@ class ModuleValues:
                         name = placed.spec.name
                         dtype = self.dtype(name) if computes else view.dtype
                         value = view.to(device or view.device, dtype, copy=True)
-                        parameter = nn.Parameter(value, requires_grad=False)
+                        parameter = self.layouts.parameter(name, value, requires_grad=False)
                         vars(parameter).update(self._attributes[name])
                         parameters[name] = parameter
                 # Before the next gather: it is of this bucket's memory.
@@ -329,8 +336,19 @@ class ModuleValues:
                 for name, tensor in own.items()
                 if (shape := tuple(getattr(now[name], "shape", ()))) != tensor.shape
             ]
+            problems += [
+                describe(
+                    name,
+                    got="a DTensor of another layout",
+                    expected="a plain tensor, or a DTensor as the one that was there",
+                    do="change the values in place",
+                )
+                for name in own
+                if not self.layouts.fits(name, now[name])
+            ]
             if problems:
                 raise ConfigError(listing("parameters that were changed:", problems))
+        now = {name: self.layouts.part(name, value) for name, value in now.items()}
         # Only rank 0's values count, so only it knows what has none.
         unset_names = on_rank0(
             lambda: [name for name, version in versions.items() if unset(now[name], version)],
@@ -340,7 +358,8 @@ class ModuleValues:
             for name, tensor in own.items():
                 if name not in keep or name in unset_names:
                     continue
-                for start, piece in self.broadcast(now[name].to(tensor.dtype)):
+                value = now[name].to(tensor.dtype)
+                for start, piece in self.broadcast(value, self._axis(name)):
                     if name in parameters:
                         self.write(name, MASTER, piece, start)
                     else:

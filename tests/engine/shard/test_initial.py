@@ -9,7 +9,8 @@ import pytest
 import torch
 from megatron_llama.config.schema import Config
 from megatron_llama.engine.shard.gathered import gathered
-from megatron_llama.engine.shard.initial import initialize, require_same_model
+from megatron_llama.engine.shard.initial import require_same_model
+from megatron_llama.engine.shard.initialize import initialize
 from megatron_llama.errors import ConfigError, TrainingError
 from megatron_llama.launch.launcher import Place
 from megatron_llama.launch.mesh import build_mesh
