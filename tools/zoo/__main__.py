@@ -6,10 +6,10 @@ compare.
 Each model is tiny, random and built here; nothing is downloaded. It trains for five steps of two
 microbatches on each rank, with torch's AdamW and clipping, in fp32 over gloo, by every sharding
 strategy. Losses, gradient norms, and parameters and buffers after the last step are compared with
-those of DDP on the same data, within the bounds of docs/numerics.md. transformers and peft come with
-the tests' environment; diffusers, timm and torchvision have to be installed by whoever wants their
-models. A model whose package is missing is named as not run. Exit status 1 if a difference is
-beyond its bound, if a model does not train, or, without --allow-missing, if one was not run.
+those of DDP on the same data, within the bounds of docs/numerics.md. transformers and peft come
+with the tests' environment; diffusers, timm and torchvision have to be installed by whoever wants
+their models. A model whose package is missing is named as not run. Exit status 1 if a difference
+is beyond its bound, if a model does not train, or, without --allow-missing, if one was not run.
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ def _lines(pool: WorkerPool, name: str, ranks: Sequence[int]) -> Iterator[tuple[
             yield f"| {name} | | {count} ranks, {wrong.strategy}: {wrong.bound} |", False
 
 
-def _line(
-    name: str, package: str, ranks: int, compared: Sequence[Compared], seconds: float
-) -> str:
+def _line(name: str, package: str, ranks: int, compared: Sequence[Compared], seconds: float) -> str:
     """Return the line of a model over some ranks, with the worst of all strategies."""
     # NaN is larger than any number here.
     worst = [

@@ -51,8 +51,8 @@ class Compared:
 
 
 def compare(pool: WorkerPool, name: str, ranks: int) -> list[Compared]:
-    """Train a model by DDP and by every strategy of ``shard``. Raises WorkerError where DDP does not
-    train it."""
+    """Train a model by DDP and by every strategy of ``shard``. Raises WorkerError where DDP does
+    not train it."""
     expected = pool.run(ranks, train_by_ddp, name, timeout=SECONDS)
     exact: Differences | str | None = None
     compared = []

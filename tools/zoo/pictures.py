@@ -43,8 +43,8 @@ def picture_loss(output: Any, inputs: Inputs) -> Tensor:
 def boxes_loss(output: Any, inputs: Inputs) -> Tensor:
     """Return the loss of a detector whose queries are matched in their order."""
     places = mse_loss(output.pred_boxes, inputs["target"].sigmoid())
-    kinds = cross_entropy(output.logits.flatten(0, 1), inputs["target"][..., 0].flatten().long().abs())
-    return places + kinds
+    labels = inputs["target"][..., 0].long().abs()
+    return places + cross_entropy(output.logits.flatten(0, 1), labels.flatten())
 
 
 def contrast_loss(output: Any, inputs: Inputs) -> Tensor:
@@ -244,9 +244,7 @@ PICTURES = {
             up_block_types=("AttnUpBlock2D", "UpBlock2D"),
             attention_head_dim=8,
         ),
-        drawn(
-            sample=noise(2, 3, 16, 16), timestep=numbers(1000, 2), target=noise(2, 3, 16, 16)
-        ),
+        drawn(sample=noise(2, 3, 16, 16), timestep=numbers(1000, 2), target=noise(2, 3, 16, 16)),
         ("DownBlock2D", "AttnDownBlock2D", "AttnUpBlock2D", "UpBlock2D", "UNetMidBlock2D"),
         noise_loss,
     ),

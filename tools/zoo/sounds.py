@@ -45,8 +45,6 @@ def wav2vec2() -> nn.Module:
     return model
 
 
-
-
 SOUNDS = {
     "wav2vec2": Entry(
         "transformers",

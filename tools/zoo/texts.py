@@ -144,7 +144,13 @@ def adapted(base: Callable[[], nn.Module], config: str, **options: Any) -> Calla
 
 LLAMA = hf("LlamaForCausalLM", "LlamaConfig", **SIZES, **QUERIES)
 GPT2 = hf(
-    "GPT2LMHeadModel", "GPT2Config", vocab_size=WORDS, n_embd=32, n_layer=3, n_head=4, n_positions=32
+    "GPT2LMHeadModel",
+    "GPT2Config",
+    vocab_size=WORDS,
+    n_embd=32,
+    n_layer=3,
+    n_head=4,
+    n_positions=32,
 )
 T5_SIZES = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 56, "num_layers": 2}
 BERT = {**SIZES, "intermediate_size": 56, "max_position_embeddings": 32}
@@ -167,7 +173,9 @@ TEXTS = {
     "gpt2": Entry("transformers", GPT2, text, ("GPT2Block",)),
     "bloom": Entry(
         "transformers",
-        hf("BloomForCausalLM", "BloomConfig", vocab_size=WORDS, hidden_size=32, n_layer=3, n_head=4),
+        hf(
+            "BloomForCausalLM", "BloomConfig", vocab_size=WORDS, hidden_size=32, n_layer=3, n_head=4
+        ),
         text,
         ("BloomBlock",),
     ),
@@ -249,10 +257,7 @@ TEXTS = {
         ("RwkvBlock",),
     ),
     "bert": Entry(
-        "transformers",
-        hf("BertForMaskedLM", "BertConfig", **BERT),
-        translations,
-        ("BertLayer",),
+        "transformers", hf("BertForMaskedLM", "BertConfig", **BERT), translations, ("BertLayer",)
     ),
     "albert": Entry(
         "transformers",
@@ -303,7 +308,8 @@ TEXTS = {
             is_decoder=True,
         ),
         text,
-        ("ReformerLayer",),
+        # Its layers compute again in backward by a method that calls these two, and not the layer.
+        ("ReformerAttention", "ChunkReformerFeedForward"),
         frozen=("lm_head.bias",),  # a second name of the decoder's bias, which is the one in use
     ),
     "lora llama": Entry(

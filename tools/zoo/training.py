@@ -1,4 +1,4 @@
-"""Training of a model of the zoo: by ``shard``, and by torch's DistributedDataParallel and AdamW."""
+"""Training of a model of the zoo: by ``shard``, and by torch's DDP and AdamW."""
 
 from __future__ import annotations
 

@@ -46,6 +46,7 @@ from megatron_llama.engine.shard.specs import (
     kept_parameters,
     module_units,
     own_dtypes,
+    own_reduce_dtypes,
     sharing_problems,
     unit_problems,
     unit_specs,
@@ -142,7 +143,8 @@ def shard(
     masters are fp32. Floating inputs of the model and its units are cast to it, as FSDP2 does.
     With ``torch.float16`` call ``engine.backward(loss)``: the engine scales the loss, by the rule
     of ``loss_scaling``, and skips steps that overflow.
-    ``reduce_dtype=torch.bfloat16`` halves the bytes of gradients on the wire.
+    ``reduce_dtype=torch.bfloat16`` halves the bytes of gradients on the wire (``ml.unit`` says it
+    for some units).
     ``optimizer_offload`` keeps optimizer state and masters in the host's memory: ``exact``, or
     ``zenflow`` (an approximation); further keywords are the offload options of docs/options.md.
     ``reduction`` says what the gradient of several ranks is: their ``mean`` as in DDP, or ``sum``.
@@ -293,8 +295,14 @@ def _build(
     dtypes = {
         name: DTYPE_NAMES[own] for name, own in own_dtypes(units).items() if own != compute_dtype
     }
+    in_bf16 = engine_options.reduces_in_bf16
+    reduce_dtypes = {
+        name: DTYPE_NAMES[own]
+        for name, own in own_reduce_dtypes(units).items()
+        if (own == torch.bfloat16) != in_bf16
+    }
     bucket_plan = module_bucket_plan(
-        unit_specs(names, units, groups, dtypes),
+        unit_specs(names, units, groups, dtypes, reduce_dtypes),
         engine_options,
         shards=mesh.dp_shard.size,
         kept=kept_parameters(units),
