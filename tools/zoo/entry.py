@@ -33,6 +33,9 @@ class Entry:
     """The names of the classes of its units."""
     loss: Callable[[Any, Inputs], Tensor] = own_loss
     """Of what the model returns."""
+    eps: float = 1e-8
+    """Of AdamW. Batch norm of few numbers makes rounding large, and AdamW with a small eps as large
+    as a step: a larger one leaves something to compare."""
     frozen: tuple[str, ...] = ()
     """Patterns of the names of parameters that this use of the model gives no gradient. DDP and
     ``shard`` alike want them frozen."""
@@ -42,7 +45,7 @@ class Entry:
         return type(module).__name__ in self.units
 
 
-def built(package: str, model: str, config: str = "", **sizes: Any) -> Callable[[], nn.Module]:
+def built(package: str, model: str, config: str = "", /, **sizes: Any) -> Callable[[], nn.Module]:
     """Return what builds a model by the name of its class, from its configuration if it has a class
     of its own. The package is imported when the model is built."""
 

@@ -19,9 +19,7 @@ hf = partial(built, "transformers")
 
 def classified(size: int, name: str = "pixel_values", labels: str = "labels") -> Any:
     """Return what draws pictures with a label each."""
-    return drawn(
-        **{name: noise(SAMPLES, 3, size, size), labels: numbers(LABELS, SAMPLES)}  # type: ignore[arg-type]
-    )
+    return drawn(**{name: noise(SAMPLES, 3, size, size), labels: numbers(LABELS, SAMPLES)})
 
 
 def label_loss(output: Tensor, inputs: Inputs) -> Tensor:
@@ -75,6 +73,20 @@ def detr() -> nn.Module:
         backbone_config=backbone, d_model=32, num_queries=5, num_labels=LABELS, **sides
     )
     model: nn.Module = transformers.DetrForObjectDetection(config)
+    return model
+
+
+def timm_resnet() -> nn.Module:
+    """A narrow ResNet, with batch norm and its buffers."""
+    resnet = import_module("timm.models.resnet")
+    model: nn.Module = resnet.ResNet(
+        resnet.BasicBlock,
+        (1, 1, 1, 1),
+        num_classes=LABELS,
+        channels=(8, 12, 16, 20),
+        stem_width=8,
+        zero_init_last=False,
+    )
     return model
 
 
@@ -375,19 +387,16 @@ PICTURES = {
         ("ConvNeXtBlock",),
         label_loss,
     ),
-    "resnet": Entry(
-        "torchvision",
-        built("torchvision.models", "resnet18", num_classes=LABELS),
-        classified(32, "x", "target"),
-        ("BasicBlock",),
-        label_loss,
+    "timm resnet": Entry(
+        "timm", timm_resnet, classified(64, "x", "target"), ("BasicBlock",), label_loss, eps=1e-3
     ),
     "mobilenet v3": Entry(
         "torchvision",
-        built("torchvision.models", "mobilenet_v3_small", num_classes=LABELS, dropout=0.0),
+        built("torchvision.models", "mobilenet_v3_small", num_classes=LABELS, width_mult=0.25),
         classified(64, "x", "target"),
         ("InvertedResidual",),
         label_loss,
+        eps=1e-3,
     ),
     "torchvision swin": Entry(
         "torchvision",

@@ -71,10 +71,10 @@ def losses_of_step(
         yield entry.loss(model(**arguments), inputs) / MICROBATCHES
 
 
-def adamw(model: nn.Module) -> torch.optim.AdamW:
+def adamw(entry: Entry, model: nn.Module) -> torch.optim.AdamW:
     """Return torch's AdamW of what is trained, by the kernel that the engine calls, too."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=LR, weight_decay=0.1, fused=True)
+    return torch.optim.AdamW(trained, lr=LR, eps=entry.eps, weight_decay=0.1, fused=True)
 
 
 def train_by_ddp(place: Place, name: str, dtype: torch.dtype = torch.float32) -> Trained:
@@ -82,7 +82,7 @@ def train_by_ddp(place: Place, name: str, dtype: torch.dtype = torch.float32) ->
     entry = MODELS[name]
     model = built(entry, place.rank).to(dtype)
     ddp = DistributedDataParallel(model)
-    optimizer = adamw(model)
+    optimizer = adamw(entry, model)
     losses, norms = [], []
     for step in range(STEPS):
         for loss in losses_of_step(entry, ddp, place, step, dtype):
@@ -102,7 +102,7 @@ def train_by_shard(place: Place, name: str, strategy: str) -> Trained:
         model,
         units=entry.is_unit,
         strategy=strategy,
-        optimizer=adamw(model),
+        optimizer=adamw(entry, model),
         clip=CLIP,
         microbatches=MICROBATCHES,
     )

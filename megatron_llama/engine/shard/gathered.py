@@ -212,7 +212,7 @@ def _requests_kept(values: ModuleValues, outside: Mapping[str, nn.Parameter]) ->
     ]
     for parameter, placeholder in inside:
         # A pickle of the parameter is of what it was without this.
-        parameter.__getstate__ = vars(parameter).copy
+        parameter.__getstate__ = dict(vars(parameter)).copy
         parameter.requires_grad_ = partial(_request, parameter, placeholder)
     try:
         yield

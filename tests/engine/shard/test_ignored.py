@@ -218,9 +218,10 @@ def test_what_is_ignored_is_not_gathered_and_told_so() -> None:
         with engine.gathered(only=model[1]):  # it has others, too
             assert model[1].table is table and model[1].linear.weight.sum().isfinite()
     whole = frozen(net())
-    with ml.shard(whole, units=[Block], ignored=whole[1]) as engine:
-        with pytest.raises(ConfigError, match=r"got Block\(...\), which shard\(ignored=\) has left as it is"), engine.gathered(only=whole[1]):
-            pass
+    engine = ml.shard(whole, units=[Block], ignored=whole[1])
+    with pytest.raises(ConfigError, match=r"got Block\(...\), which shard\(ignored=\) has left as it is"), engine.gathered(only=whole[1]):
+        pass
+    engine.close()
 
 
 def test_initialize_leaves_what_is_ignored() -> None:
