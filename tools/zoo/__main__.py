@@ -35,7 +35,7 @@ from tools.zoo.training import MODELS
 PRELOAD = ("tools.zoo.training", "transformers.models.llama.modeling_llama", "peft")
 """What all workers find imported, where it is installed."""
 HEAD = (
-    "| model | package | units | parameters | ranks | loss | norm | weights | bound | s |\n"
+    "| model | package | units | trained | ranks | loss | norm | weights | bound | s |\n"
     "| --- | --- | ---: | ---: | --- | ---: | ---: | ---: | --- | ---: |"
 )
 

@@ -217,7 +217,8 @@ def test_what_is_ignored_is_not_gathered_and_told_so() -> None:
         table = model[1].table
         with engine.gathered(only=model[1]):  # it has others, too
             assert model[1].table is table and model[1].linear.weight.sum().isfinite()
-    whole = frozen(net())
+    whole = net()
+    whole[1].requires_grad_(False)
     engine = ml.shard(whole, units=[Block], ignored=whole[1])
     with pytest.raises(ConfigError, match=r"got Block\(...\), which shard\(ignored=\) has left as it is"), engine.gathered(only=whole[1]):
         pass
