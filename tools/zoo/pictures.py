@@ -299,7 +299,8 @@ PICTURES = {
             class_labels=numbers(LABELS, 2),
             target=noise(2, 4, 8, 8),
         ),
-        ("BasicTransformerBlock",),
+        # The model calls the embedding of its first block once more, at its end.
+        ("BasicTransformerBlock", "CombinedTimestepLabelEmbeddings"),
         noise_loss,
     ),
     "sd3": Entry(
