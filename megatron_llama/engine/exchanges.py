@@ -4,6 +4,7 @@ buffers that the exchanges share."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -16,14 +17,84 @@ from megatron_llama.engine.comm.exchange import (
     carried_by_gloo,
 )
 from megatron_llama.engine.mesh import Axis
-from megatron_llama.engine.plan.buckets import Slot
+from megatron_llama.engine.options import BF16
+from megatron_llama.engine.plan.buckets import BucketPlan, Slot
 from megatron_llama.engine.plan.limits import REDUCTIONS_IN_FLIGHT, STAGED_REDUCTIONS
+
+NO_WIRES: Mapping[int, torch.dtype | None] = MappingProxyType({})
+
+
+def own_wires(bucket_plan: BucketPlan) -> dict[int, torch.dtype | None]:
+    """Return the dtypes in which the gradients of buckets travel that have one of their own, by
+    bucket; None: that of the gradient."""
+    return {
+        bucket.index: torch.bfloat16 if bucket.kind.reduces_in == BF16 else None
+        for bucket in bucket_plan.buckets
+        if bucket.kind.reduces_in
+    }
 
 
 class BucketExchanges:
     """The reductions of all buckets, made once, and the users of the receive buffers.
 
     ``unsharded``, ``parts``, ``shards`` and ``slots`` are those of ``GradientBuckets``, by bucket.
+    ``wire`` is the dtype in which gradients travel, ``own_wires`` has those of buckets with one of
+    their own: each dtype has receive buffers of its own."""
+
+    def __init__(
+        self,
+        unsharded: Mapping[int, Tensor],
+        parts: Mapping[int, Tensor],
+        shards: Mapping[int, Tensor],
+        slots: Mapping[int, Slot],
+        shard_axis: Axis,
+        replica_axis: Axis,
+        wire: torch.dtype | None,
+        chunk_bytes: int,
+        own_wires: Mapping[int, torch.dtype | None] = NO_WIRES,
+    ) -> None:
+        self._by_bucket: dict[int, _WireExchanges] = {}
+        self.staging: list[Tensor] = []
+        """The memory of the buffers in which a device casts gradients."""
+        wires = {bucket: own_wires.get(bucket, wire) for bucket in unsharded}
+        for shared_wire in dict.fromkeys(wires.values()):
+            buckets = [bucket for bucket in unsharded if wires[bucket] == shared_wire]
+            exchanges = _WireExchanges(
+                {bucket: unsharded[bucket] for bucket in buckets},
+                {bucket: parts[bucket] for bucket in buckets},
+                {bucket: shards[bucket] for bucket in buckets},
+                {bucket: slots[bucket] for bucket in buckets},
+                shard_axis,
+                replica_axis,
+                shared_wire,
+                chunk_bytes,
+            )
+            self.staging += exchanges.staging
+            self._by_bucket |= dict.fromkeys(buckets, exchanges)
+
+    def buffer_user(self, bucket: int) -> int | None:
+        """Return the bucket whose parts still arrive in the receive buffer of this bucket, if the
+        caller has to wait for that. On a device it has not: reductions start and are followed up in
+        order, and the stream that starts one waits for its buffer itself."""
+        return self._by_bucket[bucket].buffer_user(bucket)
+
+    def take(self, bucket: int, *, first: bool) -> Exchange:
+        """Return the exchange of a bucket's first or later round, and take its receive buffer."""
+        return self._by_bucket[bucket].take(bucket, first=first)
+
+    def release(self, bucket: int) -> None:
+        """Give the receive buffer back: its parts have been added up."""
+        self._by_bucket[bucket].release(bucket)
+
+    def sum_over_replicas(self, bucket: int) -> None:
+        """Sum the shards of all replicas, in place."""
+        self._by_bucket[bucket].sum_over_replicas(bucket)
+
+
+class _WireExchanges:
+    """The reductions of the buckets whose gradients travel in one dtype. Arguments and methods are
+    those of ``BucketExchanges``.
+
     A slot has at most one reduction under way, so the buckets of one slot share a receive buffer:
     more buffers than slots would never be in use at once."""
 
@@ -103,24 +174,18 @@ class BucketExchanges:
         }
 
     def buffer_user(self, bucket: int) -> int | None:
-        """Return the bucket whose parts still arrive in the receive buffer of this bucket, if the
-        caller has to wait for that. On a device it has not: reductions start and are followed up in
-        order, and the stream that starts one waits for its buffer itself."""
         return self._users.get(self._buffer[bucket])
 
     def take(self, bucket: int, *, first: bool) -> Exchange:
-        """Return the exchange of a bucket's first or later round, and take its receive buffer."""
         if self._on_host:
             self._users[self._buffer[bucket]] = bucket
         return self._first[bucket] if first else self._later[bucket]
 
     def release(self, bucket: int) -> None:
-        """Give the receive buffer back: its parts have been added up."""
         if self._on_host:
             self._users.pop(self._buffer[bucket])
 
     def sum_over_replicas(self, bucket: int) -> None:
-        """Sum the shards of all replicas, in place."""
         if bucket in self._replicas:
             self._replicas[bucket].start()
             self._replicas[bucket].wait()

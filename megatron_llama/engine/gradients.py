@@ -36,7 +36,7 @@ from torch import Tensor
 from megatron_llama.engine.comm.exchange import Exchange
 from megatron_llama.engine.comm.streams import Future, Stream
 from megatron_llama.engine.counting import Counting, PlannedCounting, planned_rounds
-from megatron_llama.engine.exchanges import BucketExchanges
+from megatron_llama.engine.exchanges import BucketExchanges, own_wires
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.engine.plan.buckets import BucketPlan, PlacedParam, Slot
 
@@ -129,6 +129,7 @@ class GradientBuckets:
             replica_axis,
             wire,
             chunk_bytes,
+            own_wires(bucket_plan),
         )
         self._state = dict.fromkeys(self.trainable, State.IDLE)
         self._slot_user: dict[Slot, int] = {}

@@ -161,7 +161,8 @@ class EngineOptions:
         """Bytes of a master weight, a moment in full, or an accumulated gradient."""
         return max(self.itemsize, 4)
 
-    @property
-    def wire_itemsize(self) -> int:
-        """Bytes of a gradient while it travels between data-parallel ranks."""
-        return 2 if self.reduces_in_bf16 else self.master_itemsize
+    def wire_itemsize(self, reduces_in: str = "") -> int:
+        """Return the bytes of an element of a gradient while it travels between data-parallel
+        ranks, of a parameter with this ``reduces_in``."""
+        in_bf16 = reduces_in == BF16 if reduces_in else self.reduces_in_bf16
+        return 2 if in_bf16 else self.master_itemsize

@@ -47,6 +47,7 @@ class BucketKind:
     resident: bool = False
     muon: bool = False
     dtype: str = ""
+    reduces_in: str = ""
 
     @staticmethod
     def of(spec: ParamSpec) -> BucketKind:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from megatron_llama.engine.offload_options import ZENFLOW
 from megatron_llama.engine.options import (
     BF16,
@@ -14,6 +16,7 @@ from megatron_llama.engine.options import (
 )
 from megatron_llama.engine.plan.buckets import (
     ALIGN,
+    Bucket,
     BucketKind,
     BucketPlan,
     align_up,
@@ -158,18 +161,36 @@ def staging_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -
     """Return the bytes of the buffers in which a device casts gradients to the dtype in which they
     travel, if that is another one; they come on top of ``state_bytes``. ``dp``: data-parallel
     ranks, context-parallel ones included."""
-    wire = options.wire_itemsize
-    trained = [bucket.numel for bucket in bucket_plan.buckets if bucket.kind.trainable]
-    if wire == options.master_itemsize or not trained:
-        return 0
     shards = bucket_plan.shards
     replicas = dp // shards
-    buffers = min(STAGED_REDUCTIONS, len(bucket_plan.gradient_slot_numel()))
-    largest = max(trained)
-    if shards == 1 and not reduces_every_microbatch(options):
-        return buffers * largest * wire if replicas > 1 else 0
-    scattered = buffers * largest * wire if shards > 1 else 0
-    return scattered + (largest // shards * wire if replicas > 1 else 0)
+    total = 0
+    for wire, buckets in _by_wire(options, bucket_plan):
+        if wire == options.master_itemsize:
+            continue
+        buffers = min(STAGED_REDUCTIONS, _slots(bucket_plan, buckets))
+        largest = max(bucket.numel for bucket in buckets)
+        if shards == 1 and not reduces_every_microbatch(options):
+            total += buffers * largest * wire if replicas > 1 else 0
+        else:
+            total += buffers * largest * wire if shards > 1 else 0
+            total += largest // shards * wire if replicas > 1 else 0
+    return total
+
+
+def _by_wire(options: EngineOptions, bucket_plan: BucketPlan) -> Iterator[tuple[int, list[Bucket]]]:
+    """Yield the trained buckets whose gradients travel in one dtype, which share the buffers of
+    messages, and the bytes of an element there."""
+    by_wire: dict[int, list[Bucket]] = {}
+    for bucket in bucket_plan.buckets:
+        if bucket.kind.trainable:
+            wire = options.wire_itemsize(bucket.kind.reduces_in)
+            by_wire.setdefault(wire, []).append(bucket)
+    yield from by_wire.items()
+
+
+def _slots(bucket_plan: BucketPlan, buckets: Iterable[Bucket]) -> int:
+    """Return the number of gradient slots of some buckets."""
+    return len({bucket_plan.gradient_slots[bucket.index] for bucket in buckets})
 
 
 def host_buffer_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -> int:
@@ -178,23 +199,22 @@ def host_buffer_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: in
     staged. A GPU's backend has its own buffers. ``dp``: data-parallel ranks, context-parallel ones
     included."""
     fp32 = options.master_itemsize
-    wire = options.wire_itemsize
-    cast = wire < fp32
-    trained = [bucket.numel for bucket in bucket_plan.buckets if bucket.kind.trainable]
     shards = bucket_plan.shards
     replicas = dp // shards
     total = 0
-    if shards > 1:
-        largest = max(trained, default=0)
-        share = -(-largest // shards)
-        buffer = (shards - 1) * share * wire + cast * (largest * wire + share * fp32)
-        total += min(REDUCTIONS_IN_FLIGHT, len(bucket_plan.gradient_slot_numel())) * buffer
-    if replicas > 1:
-        for numel in trained:
-            share = align_up(-(-numel // shards // replicas), ALIGN)
-            total += (replicas - 1) * share * wire + cast * (
-                numel // shards * wire + 2 * share * fp32
-            )
+    for wire, buckets in _by_wire(options, bucket_plan):
+        cast = wire < fp32
+        if shards > 1:
+            largest = max(bucket.numel for bucket in buckets)
+            share = -(-largest // shards)
+            buffer = (shards - 1) * share * wire + cast * (largest * wire + share * fp32)
+            total += min(REDUCTIONS_IN_FLIGHT, _slots(bucket_plan, buckets)) * buffer
+        if replicas > 1:
+            for bucket in buckets:
+                share = align_up(-(-bucket.numel // shards // replicas), ALIGN)
+                total += (replicas - 1) * share * wire + cast * (
+                    bucket.numel // shards * wire + 2 * share * fp32
+                )
     return total
 
 

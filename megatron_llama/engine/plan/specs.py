@@ -71,6 +71,8 @@ class ParamSpec:
     """Whether Muon updates it, and not AdamW."""
     dtype: str = ""
     """The dtype in which it computes, where that is not ``EngineOptions.dtype``."""
+    reduces_in: str = ""
+    """That of its gradient on the wire, where ``EngineOptions.reduces_in_bf16`` does not say it."""
 
     @property
     def numel(self) -> int:

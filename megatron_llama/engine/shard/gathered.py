@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -50,11 +51,13 @@ def gathered(
     0 alone; on the engine's device or on ``to``. They are copies, in the compute dtype. With
     ``modify`` they are in the dtype of the masters, and at the end rank 0's parameters and buffers,
     as far as they are chosen, become those of all ranks; the state of the optimizer stays. They
-    require no gradient. Raises ConfigError, on all ranks, for arguments that fit nothing or differ,
+    require no gradient; what ``requires_grad_`` is called for inside is kept for the next pass, as
+    between steps. Raises ConfigError, on all ranks, for arguments that fit nothing or differ,
     and TrainingError where a parameter has no values or has been changed without ``modify``."""
     values.engine.settle()
     chosen = _choose(values, modify, only, to, rank0=rank0)
     names = (*chosen.parameters, *chosen.buffers)
+    outside = {name: getattr(*next(values.places(name))) for name in chosen.parameters}
     if modify:
         with (
             values.changing(
@@ -65,6 +68,7 @@ def gathered(
                 placeholders=chosen.placeholders,
             ),
             _noted(values),
+            _requests_kept(values, outside),
         ):
             yield
         values.engine.publish()
@@ -75,7 +79,7 @@ def gathered(
     before = _digests(parameters.values())
     held = {**parameters, **chosen.placeholders}
     with values.installed(held):
-        with _noted(values):
+        with _noted(values), _requests_kept(values, outside):
             yield
         changed = {
             name
@@ -160,7 +164,16 @@ def _matches(values: ModuleValues, only: Only | None) -> tuple[tuple[str, ...], 
                 f"{WHERE}(only=): got {type(choice).__name__}, expected names or patterns of "
                 'parameters, or modules; write only="lm_head.weight" or only=model.lm_head'
             )
-        if not matched:
+        if not matched and (left_out := _ignored(values, choice)):
+            problems.append(
+                describe(
+                    "only",
+                    got=f"{text}, which shard(ignored=) has left as it is",
+                    expected="parameters or buffers of the engine",
+                    do=f"read {named(left_out)} in the module: it is whole there at any time",
+                )
+            )
+        elif not matched:
             first = next(iter(values.aliases))
             problems.append(
                 describe(
@@ -177,6 +190,42 @@ def _matches(values: ModuleValues, only: Only | None) -> tuple[tuple[str, ...], 
         tuple(name for name in values.aliases if name in meant),
         tuple(name for name in buffers if name in meant),
     )
+
+
+def _ignored(values: ModuleValues, choice: str | nn.Module) -> list[str]:
+    """Return the ignored parameters that a choice means."""
+    own = set(choice.parameters()) if isinstance(choice, nn.Module) else set()
+    return [
+        name
+        for name, parameter in values.ignored.items()
+        if (fnmatchcase(name, choice) if isinstance(choice, str) else parameter in own)
+    ]
+
+
+@contextmanager
+def _requests_kept(values: ModuleValues, outside: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Tell the placeholders that the module holds ``outside``, by name, what ``requires_grad_`` is
+    called for on the parameters in their places."""
+    inside = [
+        (parameter, outside[name])
+        for name in outside
+        if not isinstance(parameter := getattr(*next(values.places(name))), Placeholder)
+    ]
+    for parameter, placeholder in inside:
+        # A pickle of the parameter is of what it was without this.
+        parameter.__getstate__ = dict(vars(parameter)).copy
+        parameter.requires_grad_ = partial(_request, parameter, placeholder)
+    try:
+        yield
+    finally:
+        for parameter, _ in inside:
+            vars(parameter).pop("requires_grad_", None)
+            vars(parameter).pop("__getstate__", None)
+
+
+def _request(parameter: nn.Parameter, placeholder: nn.Parameter, trained: bool = True) -> Tensor:
+    placeholder.requires_grad_(trained)
+    return Tensor.requires_grad_(parameter, trained)
 
 
 def _digests(parameters: Iterable[Tensor]) -> list[tuple[int, int, int]]:

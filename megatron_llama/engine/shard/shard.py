@@ -47,6 +47,7 @@ from megatron_llama.engine.shard.specs import (
     kept_parameters,
     module_units,
     own_dtypes,
+    own_reduce_dtypes,
     sharing_problems,
     unit_problems,
     unit_specs,
@@ -147,7 +148,8 @@ def shard(
     masters are fp32. Floating inputs of the model and its units are cast to it, as FSDP2 does.
     With ``torch.float16`` call ``engine.backward(loss)``: the engine scales the loss, by the rule
     of ``loss_scaling``, and skips steps that overflow.
-    ``reduce_dtype=torch.bfloat16`` halves the bytes of gradients on the wire.
+    ``reduce_dtype=torch.bfloat16`` halves the bytes of gradients on the wire (``ml.unit`` says it
+    for some units).
     ``optimizer_offload`` keeps optimizer state and masters in the host's memory: ``exact``, or
     ``zenflow`` (an approximation); further keywords are the offload options of docs/options.md.
     ``reduction`` says what the gradient of several ranks is: their ``mean`` as in DDP, or ``sum``.
@@ -336,7 +338,13 @@ def _build(
     dtypes = {
         name: DTYPE_NAMES[own] for name, own in own_dtypes(units).items() if own != compute_dtype
     }
-    specs = unit_specs(names, units, groups, dtypes)
+    in_bf16 = engine_options.reduces_in_bf16
+    reduce_dtypes = {
+        name: DTYPE_NAMES[own]
+        for name, own in own_reduce_dtypes(units).items()
+        if (own == torch.bfloat16) != in_bf16
+    }
+    specs = unit_specs(names, units, groups, dtypes, reduce_dtypes)
     if layouts:
         from megatron_llama.engine.shard.tensor_parallel import counted_once, require_same_values
 

@@ -14,7 +14,7 @@ from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD
 from megatron_llama.engine.shard.buffers import WHOSE_BUFFERS
 from megatron_llama.engine.shard.ignored import WHOSE_VALUES
 from megatron_llama.engine.shard.optimizer import ParameterGroup
-from megatron_llama.engine.shard.unit_policies import COMPUTE_DTYPES, DTYPE_NAMES
+from megatron_llama.engine.shard.unit_policies import COMPUTE_DTYPES, DTYPE_NAMES, REDUCE_DTYPES
 from megatron_llama.errors import describe
 
 STRATEGIES = (NO_SHARD, *BY_TRAFFIC)
@@ -94,7 +94,7 @@ class ShardOptions:
             ("ignored_values", self.ignored_values, WHOSE_VALUES),
             ("buffers", self.buffers, WHOSE_BUFFERS),
             ("dtype", self.dtype, (None, *COMPUTE_DTYPES)),
-            ("reduce_dtype", self.reduce_dtype, (None, torch.float32, torch.bfloat16)),
+            ("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES),
         ):
             if value not in allowed:
                 expected = f"one of {', '.join(map(str, allowed))}"

@@ -173,6 +173,17 @@ def own_dtypes(units: Sequence[ModuleUnit]) -> dict[str, torch.dtype]:
     }
 
 
+def own_reduce_dtypes(units: Sequence[ModuleUnit]) -> dict[str, torch.dtype]:
+    """Return the dtypes in which the gradients of parameters travel whose units have one of their
+    own, by name."""
+    return {
+        name: unit.policy.reduce_dtype
+        for unit in units
+        if unit.policy.reduce_dtype is not None
+        for name in unit.parameters
+    }
+
+
 def kept_parameters(units: Sequence[ModuleUnit]) -> frozenset[str]:
     """Return the parameters that are gathered once in a step, by name."""
     return frozenset(name for unit in units if unit.policy.keep for name in unit.parameters)
@@ -184,14 +195,16 @@ def sharing_problems(units: Sequence[ModuleUnit]) -> Iterator[str]:
     for unit in units:
         for name in unit.parameters:
             other = first.setdefault(name, unit)
-            if other.policy.dtype != unit.policy.dtype:
-                yield describe(
-                    name,
-                    got=f"{other.policy.dtype or 'no dtype'} by {other.name} and "
-                    f"{unit.policy.dtype or 'no dtype'} by {unit.name}, which share it",
-                    expected="one dtype",
-                    do="give both the same in ml.unit",
-                )
+            for what in ("dtype", "reduce_dtype"):
+                one, two = getattr(other.policy, what), getattr(unit.policy, what)
+                if one != two:
+                    yield describe(
+                        name,
+                        got=f"{one or f'no {what}'} by {other.name} and "
+                        f"{two or f'no {what}'} by {unit.name}, which share it",
+                        expected=f"one {what}",
+                        do="give both the same in ml.unit",
+                    )
 
 
 def unit_specs(
@@ -199,12 +212,20 @@ def unit_specs(
     units: Sequence[ModuleUnit],
     groups: Sequence[ParameterGroup],
     dtypes: Mapping[str, str] = NO_DTYPES,
+    reduce_dtypes: Mapping[str, str] = NO_DTYPES,
 ) -> tuple[UnitSpec, ...]:
     """Return what the plans know of each unit. A spec and its only slice have the parameter's
-    name. ``dtypes`` has those of parameters that compute in another one than the engine."""
+    name. ``dtypes`` has those of parameters that compute in another one than the engine,
+    ``reduce_dtypes`` those of parameters whose gradients travel in another one."""
     group_of = {name: number for number, group in enumerate(groups) for name in group.names}
     specs = {
-        name: _spec(name, parameter, group_of.get(name, 0), dtypes.get(name, ""))
+        name: _spec(
+            name,
+            parameter,
+            group_of.get(name, 0),
+            dtypes.get(name, ""),
+            reduce_dtypes.get(name, ""),
+        )
         for parameter, (name, *_) in names.items()
     }
     return tuple(
@@ -219,7 +240,7 @@ def unit_specs(
     )
 
 
-def _spec(name: str, parameter: nn.Parameter, group: int, dtype: str) -> ParamSpec:
+def _spec(name: str, parameter: nn.Parameter, group: int, dtype: str, reduces_in: str) -> ParamSpec:
     shape = tuple(parameter.shape)
     return ParamSpec(
         name,
@@ -230,4 +251,5 @@ def _spec(name: str, parameter: nn.Parameter, group: int, dtype: str) -> ParamSp
         group=group,
         resident=len(shape) < 2,
         dtype=dtype,
+        reduces_in=reduces_in,
     )

@@ -21,6 +21,8 @@ DTYPE_NAMES = MappingProxyType(
 )
 COMPUTE_DTYPES = tuple(DTYPE_NAMES)
 """The dtypes in which a unit or the model may compute."""
+REDUCE_DTYPES = (None, torch.float32, torch.bfloat16)
+"""The dtypes in which gradients may travel; None and fp32: that of the masters."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class UnitPolicy:
     keep: bool = False
     cast_inputs: bool = True
     output_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     explicit: bool = True
     """Whether it was made by ``unit``, and not of a class or predicate alone."""
 
@@ -62,13 +65,15 @@ def unit(
     keep: bool = False,
     cast_inputs: bool = True,
     output_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> UnitPolicy:
     """Say how some units compute: ``units=[Block, ml.unit(Router, dtype=torch.float32)]``.
 
     ``match`` is a class of modules, or a predicate of a module. ``dtype`` is that of the unit's
     parameters while they compute, by default that of ``shard``: a router or a norm in fp32 inside
-    of a model in bf16. Masters, gradients and their messages are as everywhere. Units inside of it
-    that have no dtype of their own have that of ``shard``.
+    of a model in bf16. Masters and gradients are as everywhere. ``reduce_dtype`` is that in which
+    the unit's gradients travel, fp32 or bf16, by default that of ``shard``. Units inside of it that
+    have no dtype of their own have that of ``shard``.
     Floating inputs of the unit are cast to its dtype, unless ``cast_inputs=False``, and its
     floating outputs back to the dtype of what is around it, or to ``output_dtype``.
     ``keep=True`` gathers its parameters once in a step and keeps them whole until the update, with
@@ -80,7 +85,8 @@ def unit(
         raise TypeError(
             f"ml.unit: got {match!r}, expected a class of modules or a predicate of a module"
         )
-    return UnitPolicy(_checked(match, "ml.unit"), dtype, keep, cast_inputs, output_dtype)
+    checked = _checked(match, "ml.unit")
+    return UnitPolicy(checked, dtype, keep, cast_inputs, output_dtype, reduce_dtype)
 
 
 def unit_policies(
@@ -139,8 +145,11 @@ def policy_problems(
     """Yield what is wrong with policies, also in the model. ``units`` are its units by name, not
     those without parameters; ``dtype`` is that of the engine, ``offload`` that of its optimizer."""
     for policy in policies:
-        for name, value in (("dtype", policy.dtype), ("output_dtype", policy.output_dtype)):
-            allowed = (None, *COMPUTE_DTYPES)
+        for name, value, allowed in (
+            ("dtype", policy.dtype, (None, *COMPUTE_DTYPES)),
+            ("output_dtype", policy.output_dtype, (None, *COMPUTE_DTYPES)),
+            ("reduce_dtype", policy.reduce_dtype, REDUCE_DTYPES),
+        ):
             if value not in allowed:
                 yield describe(
                     f"{policy}: {name}",

@@ -82,6 +82,11 @@ def test_buffers_are_those_of_ddp(buffers: str, strategy: str, cluster: Cluster)
     assert cluster.run(2, trained, strategy, buffers, False) == [True, True]
 
 
+@pytest.mark.parametrize("buffers", ["rank0", pytest.param("own", marks=pytest.mark.long)])
+def test_buffers_of_four_ranks_are_those_of_ddp(buffers: str, cluster: Cluster) -> None:
+    assert cluster.run(4, trained, "optim_grads_params", buffers, False) == [True] * 4
+
+
 def test_two_forward_passes_may_come_before_one_backward_pass(cluster: Cluster) -> None:
     assert cluster.run(2, trained, "optim_grads_params", "rank0", True) == [True, True]
 

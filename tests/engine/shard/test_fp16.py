@@ -107,6 +107,12 @@ def test_fp16_has_the_bits_of_one_process(mixed: bool, strategy: str, cluster: C
         assert same and 2 < skips < STEPS - 6
 
 
+@pytest.mark.parametrize("strategy", [STRATEGIES[-1], pytest.param(STRATEGIES[0], marks=pytest.mark.long)])
+def test_fp16_over_four_ranks_has_the_bits_of_one_process(strategy: str, cluster: Cluster) -> None:
+    for same, skips in cluster.run(4, trained, strategy, True):
+        assert same and 2 < skips < STEPS - 6
+
+
 def test_a_loss_that_is_not_scaled_is_refused() -> None:
     model = net()
     with engine_of(model) as engine, pytest.raises(PassError, match=r"backward: got a loss that the engine has not scaled"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -306,3 +307,32 @@ def test_ranks_that_freeze_other_layers_are_named(kind: str, cluster: Cluster) -
     for said in cluster.run(2, parted, kind):
         words = "requires_grad_: got other trained parameters than on rank 0 on rank 1" if kind == "others" else "rank 1: other trained parameters from step 3 on"
         assert words in said
+
+
+@pytest.mark.parametrize("modify", [False, True])
+def test_what_is_frozen_inside_of_gathered_is_kept(modify: bool) -> None:
+    """Whole parameters are copies: what is asked of them is asked of what they stand for. Pickles of them know nothing of it."""
+    model = net(0)
+    with ml.shard(model, units=[Block], optimizer=ml.AdamW(lr=1e-2, groups=groups())) as engine:
+
+        def moves() -> list[bool]:
+            before = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in engine.state_dict()["model"].items()}
+            before = {name: value.clone() for name, value in before.items()}
+            model(inputs(0, 0)).square().mean().backward()
+            engine.step()
+            return [not torch.equal(value, before[name]) for name, value in engine.state_dict()["model"].items() if name.startswith("1.up.") or name == "2.up.weight"]
+
+        assert moves() == [True] * 3
+        with engine.gathered(modify=modify):
+            model[1].requires_grad_(False)
+            assert not model[1].up.weight.requires_grad
+            copied = pickle.loads(pickle.dumps(model))
+            assert "requires_grad_" not in vars(copied[1].up.weight) and copied[1].up.weight.requires_grad_().requires_grad
+        assert not model[1].up.weight.requires_grad and model[2].up.weight.requires_grad
+        assert moves() == [False, False, True]
+        with engine.gathered(modify=modify, only="1.*"):
+            for parameter in model[1].parameters():
+                parameter.requires_grad_()
+            whole = model[1].up.weight
+        assert not vars(whole).keys() & {"requires_grad_", "__getstate__"}
+        assert moves() == [True] * 3

@@ -133,6 +133,10 @@ def test_gradients_of_what_is_ignored_are_the_users(strategy: str, cluster: Clus
     assert cluster.run(2, own_gradients, strategy) == [True, True]
 
 
+def test_gradients_of_what_is_ignored_are_the_users_on_four_ranks(cluster: Cluster) -> None:
+    assert cluster.run(4, own_gradients, STRATEGIES[-1]) == [True] * 4
+
+
 def whose_values(place: Place) -> list[bool]:
     results = []
     for own in ("rank0", "own"):
@@ -202,6 +206,23 @@ def loaded(place: Place) -> bool:
 
 def test_state_dicts_have_what_is_ignored(cluster: Cluster) -> None:
     assert cluster.run(2, loaded) == [True, True]
+
+
+def test_what_is_ignored_is_not_gathered_and_told_so() -> None:
+    model = frozen(net())
+    with ml.shard(model, units=[Block], ignored=IGNORED) as engine:
+        for only in ("1.table", ["0.weight", "*.table"]):
+            with pytest.raises(ConfigError, match=r"table', which shard\(ignored=\) has left as it is, .* read 1.table.* in the module"), engine.gathered(only=only):
+                pass
+        table = model[1].table
+        with engine.gathered(only=model[1]):  # it has others, too
+            assert model[1].table is table and model[1].linear.weight.sum().isfinite()
+    whole = net()
+    whole[1].requires_grad_(False)
+    engine = ml.shard(whole, units=[Block], ignored=whole[1])
+    with pytest.raises(ConfigError, match=r"got Block\(...\), which shard\(ignored=\) has left as it is"), engine.gathered(only=whole[1]):
+        pass
+    engine.close()
 
 
 def test_initialize_leaves_what_is_ignored() -> None:
