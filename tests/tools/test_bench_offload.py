@@ -180,14 +180,6 @@ def test_speculation_updates_during_backward_and_sends_nothing_before_the_norm(m
     run.check_weights_come_first()
 
 
-def test_blocking_offload_waits_for_everything() -> None:
-    run = Run("blocking")
-    run.go()
-    last = f"to device {run.order[-1]}"
-    assert run.arrivals == STEPS * run.order
-    assert all(end < begin for end, begin in zip(run.places(last), run.places(FORWARD)[MICROBATCHES::MICROBATCHES], strict=False))
-
-
 def test_zenflow_updates_beside_the_next_window_and_sends_weights_at_its_end() -> None:
     """The first step updates everything and chooses columns, the next four are a window."""
     run = Run("zenflow")
