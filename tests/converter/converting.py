@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron_llama.cli import main
+from megatron_llama.model.hf import read_hf_config
 from torch import Tensor
 
 from tests.checkpoint.model_folders.test_hf import tensors, written
@@ -71,6 +74,24 @@ def assert_same(found: Path, expected: Path) -> None:
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not identical(ours[name], theirs[name])] == []
     assert config(found) == {**config(found), **config(expected)}
+
+
+def assert_same_model(found: Path, expected: Path, *, but: tuple[str, ...] = ()) -> None:
+    """Two HuggingFace folders: every tensor bit for bit, and every field of the model ``but`` some."""
+    ours, theirs = tensors(found), tensors(expected)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not identical(ours[name], theirs[name])] == []
+    one, other = (replace(read_hf_config(folder), **dict.fromkeys(but)) for folder in (found, expected))
+    assert one == other
+
+
+def rewrite(path: Path, change: Callable[[Any], object]) -> None:
+    """Change the content of a file, as somebody does who knows of the list of checksums."""
+    for folder in list(path.parents)[:3]:
+        (folder / "SHA256SUMS").unlink(missing_ok=True)
+    content = loaded(path)
+    change(content)
+    torch.save(content, path)
 
 
 def identical(one: Tensor, other: Tensor) -> bool:

@@ -16,7 +16,7 @@ from megatron_llama.model.hf import model_config_from_hf, read_hf_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.checkpoint.model_folders.test_hf import tensors, through_a_checkpoint
-from tests.converter.converting import convert, identical, loaded, rank_file, refusal
+from tests.converter.converting import assert_same_model, convert, loaded, rank_file, refusal, rewrite
 from tests.converter.test_convert_foreign import logits_of_megatron_core
 from tests.harness import Cluster
 from tests.torch_twin import drawn
@@ -58,15 +58,6 @@ def folder_of(name: str, folder: Path) -> Path:
         torch.nn.init.normal_(parameter, 0.0, 0.1)
     model.save_pretrained(folder, max_shard_size="100KB")
     return folder
-
-
-def assert_same_model(found: Path, expected: Path, *, but: tuple[str, ...] = ()) -> None:
-    """Two HuggingFace folders: every tensor bit for bit, and every field of the model ``but`` some."""
-    ours, theirs = tensors(found), tensors(expected)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not identical(ours[name], theirs[name])] == []
-    one, other = (replace(read_hf_config(folder), **dict.fromkeys(but)) for folder in (found, expected))
-    assert one == other
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -116,10 +107,7 @@ def test_the_arguments_of_megatron_lm_are_enough(name: str, tmp_path: Path) -> N
     run = convert(original, tmp_path / "run", "--to", "megatron")
     content = loaded(rank_file(run))
     assert {field: getattr(content["args"], field) for field in ARGS[name]} == ARGS[name]
-    del content["args"].hf_config
-    torch.save(content, rank_file(run))
-    for sums in run.rglob("SHA256SUMS"):
-        sums.unlink()
+    rewrite(rank_file(run), lambda content: delattr(content["args"], "hf_config"))
     back = convert(run, tmp_path / "back", "--to", "hf", "--vocab-size", "300")
     assert_same_model(back, original, but=("bos_token_id", "eos_token_id", "pad_token_id"))
 
@@ -127,12 +115,12 @@ def test_the_arguments_of_megatron_lm_are_enough(name: str, tmp_path: Path) -> N
 def test_more_layers_than_there_may_be_are_not_listed(tmp_path: Path, capsys: Capture) -> None:
     """Of a file that says with one number which layers have a window."""
     run = convert(folder_of("qwen3", tmp_path / "original"), tmp_path / "run", "--to", "megatron")
-    content = loaded(rank_file(run))
-    del content["args"].hf_config
-    content["args"].num_layers, content["args"].window_attn_skip_freq = 2**31 - 1, 2
-    torch.save(content, rank_file(run))
-    for sums in run.rglob("SHA256SUMS"):
-        sums.unlink()
+
+    def many(content: Any) -> None:
+        del content["args"].hf_config
+        content["args"].num_layers, content["args"].window_attn_skip_freq = 2**31 - 1, 2
+
+    rewrite(rank_file(run), many)
     assert "num_hidden_layers: got 2147483647, expected at most 2,048" in refusal(capsys, run, tmp_path / "out", "--to", "hf")
 
 
@@ -183,11 +171,7 @@ def test_what_a_format_cannot_hold_is_refused_by_name(
 )
 def test_arguments_that_contradict_the_config(name: str, field: str, value: Any, says: str, tmp_path: Path, capsys: Capture) -> None:
     run = convert(folder_of(name, tmp_path / "original"), tmp_path / "run", "--to", "megatron")
-    content = loaded(rank_file(run))
-    setattr(content["args"], field, value)
-    torch.save(content, rank_file(run))
-    for sums in run.rglob("SHA256SUMS"):
-        sums.unlink()
+    rewrite(rank_file(run), lambda content: setattr(content["args"], field, value))
     assert says in refusal(capsys, run, tmp_path / "out", "--to", "hf")
 
 

@@ -19,8 +19,7 @@ from megatron_llama.model.hf import read_hf_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.checkpoint.model_folders.test_hf import tensors
-from tests.converter.converting import convert, refusal
-from tests.converter.test_convert_families import assert_same_model
+from tests.converter.converting import assert_same_model, convert, refusal
 from tests.converter.torch_dist import arguments, save, write_common
 
 Capture = pytest.CaptureFixture[str]

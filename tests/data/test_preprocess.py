@@ -337,18 +337,6 @@ def test_end_token_is_needed_for_append_eod(tokenizer: SentencePieceTokenizer, t
         run([source], tmp_path / "c", tokenizer, tokenizer_model=str(tmp_path / "hf"), append_eod=True)
 
 
-def test_large_vocabularies_take_four_bytes(texts: list[str], tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
-    tokenizer.save_hf(tmp_path / "hf")
-    large = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
-    large["model"]["vocab"] |= {f"unused {id}": id for id in range(2000, 65500)}
-    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(large))
-    source = write_jsonl(tmp_path / "in.jsonl", [{"text": texts[0]}])
-    report = run([source], tmp_path / "c", tokenizer, tokenizer_model=str(tmp_path / "hf"))
-    assert report.vocab_size == 65500
-    assert IndexedDataset(tmp_path / "c").dtype == np.int32
-    assert read(tmp_path / "c") == [tokenizer.encode(texts[0])]
-
-
 def compressed(path: Path, content: bytes) -> Path:
     """Two members, as ``cat a.gz b.gz`` and parallel compressors write them, cut inside a line."""
     pack = gzip.compress if path.suffix == ".gz" else zstandard.ZstdCompressor().compress

@@ -18,7 +18,6 @@ from megatron_llama.engine.plan.buckets import (
     Slots,
     bucket_plan_by_size,
     bucket_plan_by_unit,
-    strategy_named,
 )
 from megatron_llama.engine.plan.specs import UnitSpec
 from megatron_llama.model.plan.params import Partition, hf_shapes, split_layers, stage_units
@@ -255,21 +254,6 @@ def test_both_copies_of_a_tied_weight_have_one_layout() -> None:
     assert first[0].numel == last[0].numel
 
 
-def test_total_is_the_sum_of_the_buckets() -> None:
-    plan = CASES[3].plan(0, 0)
-    assert plan.numel == sum(plan.shard_numel(b.index) * plan.shards for b in plan.buckets)
-
-
-def test_strategies() -> None:
-    table = [strategy_named(name) for name in ("no_shard", "optim", "optim_grads", "optim_grads_params")]
-    assert [(s.sharded, s.reduce_every_microbatch, s.by_unit) for s in table] == [
-        (False, False, False),
-        (True, False, False),
-        (True, True, False),
-        (True, True, True),
-    ]
-
-
 @pytest.mark.parametrize(
     ("strategy", "slots", "stages", "expected"),
     [
@@ -285,11 +269,3 @@ def test_strategies() -> None:
 def test_parameter_slots(strategy: str, slots: str, stages: int, expected: int | None) -> None:
     parallel = ParallelConfig(data_parallel_sharding_strategy=strategy, param_slots=slots, pipeline_model_parallel_size=stages)
     assert parameter_slots(parallel) == expected
-
-
-def test_labels_name_unit_and_parameters() -> None:
-    plan = bucket_plan_by_unit(stage_units(CASES[0].model, even(CASES[0].model.num_hidden_layers, 1), 0), shards=2, slots=Slots(2, 2))
-    (bucket,) = [b for b in plan.unit_buckets[1] if not plan.has_own_slot(b)]
-    assert plan.label(bucket) == (
-        f"bucket {bucket} of layers.0 (model.layers.0.mlp.down_proj.weight ... model.layers.0.self_attn.qkv_proj.weight)"
-    )
