@@ -116,10 +116,7 @@ def test_a_training_run_of_megatron_core(tmp_path: Path) -> None:
     original = hf_folder(tmp_path / "hf", torch.bfloat16, rope_parameters=LLAMA31, rms_norm_eps=1e-5, max_position_embeddings=64)
     hf = tensors(original)
     own = {
-        "group_query_attention": True,
-        "num_query_groups": GROUPS,
-        "normalization": "RMSNorm",
-        "norm_epsilon": 1e-5,
+        "group_query_attention": True, "num_query_groups": GROUPS, "normalization": "RMSNorm", "norm_epsilon": 1e-5,
         "rotary_base": 500_000,
     }
     rope = {"use_rope_scaling": True, "rope_scaling_factor": 8.0, "untie_embeddings_and_output_weights": True}
@@ -253,19 +250,10 @@ def logits_of_megatron_core(place: Place, path: Path, ids: Tensor) -> Tensor:
     parallel_state.initialize_model_parallel()
     sizes = {name: getattr(args, name) for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")}
     settings = TransformerConfig(
-        **sizes,
-        ffn_hidden_size=args.ffn_hidden_size,
-        normalization=args.normalization,
-        layernorm_epsilon=args.norm_epsilon,
-        gated_linear_unit=args.swiglu,
-        add_bias_linear=args.add_bias_linear,
-        add_qkv_bias=args.add_qkv_bias,
-        qk_layernorm=args.qk_layernorm,
-        activation_func=F.silu,
-        use_cpu_initialization=True,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        hidden_dropout=0.0,
+        **sizes, ffn_hidden_size=args.ffn_hidden_size, normalization=args.normalization, layernorm_epsilon=args.norm_epsilon,
+        gated_linear_unit=args.swiglu, add_bias_linear=args.add_bias_linear, add_qkv_bias=args.add_qkv_bias,
+        qk_layernorm=args.qk_layernorm, activation_func=F.silu, use_cpu_initialization=True, bias_activation_fusion=False,
+        masked_softmax_fusion=False, hidden_dropout=0.0,
     )
     model = GPTModel(
         settings,

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from megatron_llama.errors import ConfigError
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.cases import full_disk
-from tests.checkpoint.model_folders.test_hf import same, tensors
+from tests.checkpoint.model_folders.test_hf import tensors
 from tests.checkpoint.model_folders.test_torch_file import Attack
 from tests.converter.converting import LLAMA31, assert_same, convert, hf_folder, rank_file, refusal, rewrite
 from tests.flipped import flip
@@ -473,19 +472,6 @@ def test_a_flipped_bit_of_an_earlier_conversion(hf: Path, tmp_path: Path, capsys
     assert "by SHA256SUMS" in capsys.readouterr().err
     (source / "SHA256SUMS").unlink()
     convert(source, tmp_path / "out", "--to", "megatron")
-
-
-def test_an_export_replaces_an_earlier_conversion_with_its_list(hf: Path, tmp_path: Path, capsys: Capture) -> None:
-    native, target = (convert(hf, tmp_path / "native", "--to", "native"), convert(hf, tmp_path / "target", "--to", "hf"))
-    assert (target / "SHA256SUMS").exists()
-    export = ["export", "--load", str(native), "--output", str(target), "--dtype", "float32"]
-    assert main(export) == 1
-    assert "target: got a model that no export of this program has written" in capsys.readouterr().err
-    assert (target / "SHA256SUMS").exists()
-    assert main([*export, "--overwrite"]) == 0
-    listed = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=target, capture_output=True, text=True, check=True).stdout
-    assert "model.safetensors: OK" in listed, "it is that of the files that are there now"
-    assert same(tensors(target), tensors(hf))
 
 
 @pytest.mark.parametrize("listed", ["SHA256SUMS", "checklist.chk"])

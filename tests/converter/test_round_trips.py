@@ -29,16 +29,8 @@ SPECIAL = ("<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>")
 BEGIN, END, IM_START, IM_END = range(396, 400)
 ROWS = 416
 SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "vocab_size": ROWS,
-    "initializer_range": 0.1,
-    "bos_token_id": BEGIN,
-    "eos_token_id": END,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "vocab_size": ROWS, "initializer_range": 0.1, "bos_token_id": BEGIN, "eos_token_id": END,
 }
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
 STEP = ["--global-batch-size", 1, "--seq-length", 16, "--lr", 0, "--weight-decay", 0, "--split", "100,0,0"]
@@ -181,20 +173,8 @@ def harmless_files(folder: Path, tokenizer: Tokenizer) -> None:
 FOLDERS: dict[str, Callable[[Path, Tokenizer], None]] = {
     make.__name__: make
     for make in (
-        plain,
-        ends_in_config,
-        sampling_in_config,
-        ends_in_generation_config,
-        ends_in_both,
-        named_templates,
-        added_tokens,
-        sampling,
-        stale_files,
-        tied_and_sharded,
-        old_bin,
-        yarn,
-        no_begin_token,
-        harmless_files,
+        plain, ends_in_config, sampling_in_config, ends_in_generation_config, ends_in_both, named_templates, added_tokens, sampling,
+        stale_files, tied_and_sharded, old_bin, yarn, no_begin_token, harmless_files,
     )
 }
 SHORT = ("ends_in_config", "no_begin_token", "harmless_files")

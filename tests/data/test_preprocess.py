@@ -160,15 +160,8 @@ def test_training_a_tokenizer(texts: list[str], tmp_path: Path) -> None:
 
 def test_every_problem_of_the_input_is_told(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
     lines = [
-        b'{"text": "fine"}',
-        b'{"text": "cut',
-        b'{"title": "x", "body": "y"}',
-        b'{"text": 7}',
-        b'{"text": null}',
-        b'["text"]',
-        b'{"text": "\xff"}',
-        b'{"text": "\\ud83d"}',
-        b'[{"text": "one"},',
+        b'{"text": "fine"}', b'{"text": "cut', b'{"title": "x", "body": "y"}', b'{"text": 7}', b'{"text": null}', b'["text"]',
+        b'{"text": "\xff"}', b'{"text": "\\ud83d"}', b'[{"text": "one"},',
     ]
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"\n".join(lines))

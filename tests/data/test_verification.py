@@ -47,14 +47,8 @@ def write_dataset(prefix: Path, documents: int = 300) -> None:
         for document in range(documents):
             writer.add(np.arange(40) + document % 100)
     write_meta(
-        str(prefix),
-        tokenizer=prefix.parent / "tokenizer.model",
-        fingerprint=Fingerprint("0" * 64, "1" * 64),
-        vocab_size=500,
-        eod=2,
-        documents=writer.num_documents,
-        tokens=writer.num_tokens,
-        sums=writer.sums,
+        str(prefix), tokenizer=prefix.parent / "tokenizer.model", fingerprint=Fingerprint("0" * 64, "1" * 64), vocab_size=500, eod=2,
+        documents=writer.num_documents, tokens=writer.num_tokens, sums=writer.sums,
     )
 
 

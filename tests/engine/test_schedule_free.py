@@ -52,11 +52,7 @@ class AveragedLayout(Layout):
     def config(self) -> Config:
         config = super().config()
         optimizer = replace(
-            config.optimizer,
-            optimizer="schedule_free_adamw",
-            lr_decay_style="constant",
-            adam_beta1=BETAS[0],
-            adam_beta2=BETAS[1],
+            config.optimizer, optimizer="schedule_free_adamw", lr_decay_style="constant", adam_beta1=BETAS[0], adam_beta2=BETAS[1],
             param_group=self.groups,
         )
         return replace(config, optimizer=optimizer)

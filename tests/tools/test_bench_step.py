@@ -93,15 +93,6 @@ def test_a_round_has_the_steps_that_there_is_time_for() -> None:
     assert found == [2, 2, 1, 0]
 
 
-@pytest.mark.long
-def test_without_time_one_round_of_one_contender_is_run() -> None:
-    """The others are named."""
-    done = run("--contenders", "ours", "torch", "--dtypes", "fp32", "--budget", "1")
-    assert done.returncode == 0, done.stderr
-    assert "torch fp32          left out: there is no time for it (--budget)" in done.stdout
-    assert "contender 2 of 2" in done.stderr and "round 1 of 1" in done.stderr
-
-
 @pytest.mark.parametrize("multiplies", [False, True], ids=["fp32", "bf16"])
 def test_the_processor_says_how_it_multiplies_bf16(multiplies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By whatever processor the tests run on."""

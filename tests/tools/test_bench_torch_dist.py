@@ -16,10 +16,7 @@ def test_both_ways_end_alike(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     main([str(work), "--preset", "qwen3-0.6b", "--layers", "2", "--other-way"])
     said = capfd.readouterr().out
     assert re.findall(r"^(\w+): [\d,]+ MB resident, [\d.]+ s of processor, [\d.]+ s$", said, re.M) == [
-        "source",
-        "torch_dist",
-        "dcp_to_torch",
-        "megatron",
+        "source", "torch_dist", "dcp_to_torch", "megatron",
     ]
     ours, theirs = (work / name / "model.safetensors" for name in ("hf", "other"))
     assert ours.read_bytes() == theirs.read_bytes() and len(load_file(ours)) == 24

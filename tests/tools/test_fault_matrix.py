@@ -82,11 +82,8 @@ def test_processes_that_tests_start_are_planted_too(tmp_path: Path) -> None:
 def test_a_file_finds_what_it_looks_at(run: tuple[Path, Path]) -> None:
     _, table = run
     assert outcomes(table) == {
-        ("test_looks", HOST): ("killed", 1),
-        ("test_looks", NAME): ("survived", 2),
-        ("test_looks", VERSION): ("survived", 2),
-        ("test_passes_by", HOST): ("survived", 2),
-        ("test_passes_by", NAME): ("survived", 2),
+        ("test_looks", HOST): ("killed", 1), ("test_looks", NAME): ("survived", 2), ("test_looks", VERSION): ("survived", 2),
+        ("test_passes_by", HOST): ("survived", 2), ("test_passes_by", NAME): ("survived", 2),
     }
     (killed,) = (row for row in rows_of(table) if row.get("outcome") == "killed")
     assert [test.partition("::")[2] for test in killed["tests"]] == ["test_host"]

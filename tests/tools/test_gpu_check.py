@@ -27,18 +27,8 @@ from tools import bench_links
 ROOT = Path(__file__).parents[2]
 MACHINE = {"device": "GPU of a test", "torch": "2"}
 LACKING = (
-    "transformers",
-    "peft",
-    "megatron",
-    "liger_kernel",
-    "deepspeed",
-    "torchao",
-    "pyarrow",
-    "zstandard",
-    "tiktoken",
-    "tensorboard",
-    "wandb",
-    "upath",
+    "transformers", "peft", "megatron", "liger_kernel", "deepspeed", "torchao", "pyarrow", "zstandard", "tiktoken", "tensorboard",
+    "wandb", "upath",
 )
 """What a machine with a GPU need not have."""
 
@@ -68,10 +58,7 @@ def test_tiny_parts_where_packages_are_lacking(tmp_path: Path) -> None:
     machine, outcomes = read(folder / "gpu_check.json")
     found = {one.name: one for one in outcomes}
     assert {name: one.status for name, one in found.items()} == {
-        "tests": "passed",
-        "kernels": "passed",
-        "ab-deterministic": "passed",
-        "step-8b-4096-dp8": "passed",
+        "tests": "passed", "kernels": "passed", "ab-deterministic": "passed", "step-8b-4096-dp8": "passed",
         "links": "did not run: needs a GPU",
     }, done.stdout
     assert done.returncode == 1 and done.stderr == f"error: 1 of 5 parts did not pass: links; see {folder}/NAME.log\n"

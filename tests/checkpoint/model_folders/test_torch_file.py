@@ -260,17 +260,8 @@ def test_everything_that_torch_saves_of_a_checkpoint_is_read(tmp_path: Path) -> 
     values: dict[str, Any] = {
         f"{dtype}": torch.arange(6).to(dtype).view(2, 3)
         for dtype in (
-            torch.float32,
-            torch.float64,
-            torch.bfloat16,
-            torch.float16,
-            torch.int64,
-            torch.int32,
-            torch.uint8,
-            torch.bool,
-            torch.complex64,
-            torch.float8_e4m3fn,
-            torch.uint16,
+            torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
+            torch.complex64, torch.float8_e4m3fn, torch.uint16,
         )
     }
     attributed = torch.ones(3)

@@ -46,15 +46,8 @@ def test_word_by_word_is_sentencepiece(trained: SentencePieceTokenizer, texts: l
 def test_a_model_with_spaces_inside_pieces_takes_whole_texts(texts: list[str], tmp_path: Path) -> None:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts[:20]),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=600,
-        byte_fallback=True,
-        split_by_whitespace=False,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
+        sentence_iterator=iter(texts[:20]), model_writer=model, model_type="bpe", vocab_size=600, byte_fallback=True,
+        split_by_whitespace=False, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
     )
     (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     tokenizer = SentencePieceTokenizer(tmp_path / "tokenizer.model")

@@ -96,26 +96,8 @@ def random_bytes(count: int) -> list[str]:
 def runs(count: int) -> list[str]:
     draw = random.Random(2)
     units = [
-        " ",
-        "\n",
-        "\r\n",
-        "\t",
-        "-",
-        "=",
-        "* ",
-        "ab ",
-        "a",
-        "'s",
-        "'LL",
-        "\u017f",
-        "'\u017f",
-        "7",
-        "\u00a0",
-        "\u3000",
-        "\u0085",
-        "\u180e",
-        "re",
-        " zqxjk",
+        " ", "\n", "\r\n", "\t", "-", "=", "* ", "ab ", "a", "'s", "'LL", "\u017f", "'\u017f", "7", "\u00a0", "\u3000", "\u0085",
+        "\u180e", "re", " zqxjk",
     ]
     return ["".join(draw.choice(units) * draw.choice([1, 1, 2, 9]) for _ in range(12)) for _ in range(count)]
 
@@ -127,9 +109,7 @@ def library() -> list[str]:
 
 
 EVERYTHING: dict[str, Callable[[], list[str]]] = {
-    "library": lambda: library()[::3],
-    "unicode": lambda: random_characters(700),
-    "bytes": lambda: random_bytes(700),
+    "library": lambda: library()[::3], "unicode": lambda: random_characters(700), "bytes": lambda: random_bytes(700),
     "runs": lambda: runs(1000),
 }
 
