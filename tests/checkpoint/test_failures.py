@@ -18,18 +18,7 @@ from megatron_llama.launch.launcher import Place
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from tests.checkpoint.cases import (
-    SINGLE,
-    copies,
-    full_disk,
-    load_under,
-    merged,
-    renew_sums,
-    same,
-    save_under,
-    state_at,
-    trained,
-)
+from tests.checkpoint.cases import SINGLE, copies, full_disk, load_under, merged, renew_sums, same, save_under, state_at, trained
 from tests.checkpoint.damage import edit_index, edit_meta
 from tests.flipped import flip
 from tests.harness import Cluster

@@ -15,7 +15,8 @@ from megatron_llama.tune.sft.sft_config import SFTConfig
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
 KNOWN = options_of((AlignConfig, SFTConfig, *config_sections())).keys() | MEGATRON.keys()
 ROWS = re.findall(r"^\| (.*) \| (.*) \|$", PAGE, re.MULTILINE)
-CODE = {"AutoModelForCausalLM.from_config", "trainer.save_model", "TrainingArguments"} | {f"{kind}Trainer" for kind in ("DPO", "KTO", "ORPO", "CPO", "Reward")}
+CODE = {"AutoModelForCausalLM.from_config", "trainer.save_model", "TrainingArguments"}
+CODE |= {f"{kind}Trainer" for kind in ("DPO", "KTO", "ORPO", "CPO", "Reward")}
 
 
 def named(cells: list[str], pattern: str = r"`--([\w-]+)[ `]") -> set[str]:

@@ -14,14 +14,7 @@ from megatron_llama.config.foreign_names import FAMILIES, INSTEAD, NOT_NEEDED
 from megatron_llama.config.help import field_docs, help_text, main, options_markdown
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import Parsed, options_of, parse
-from megatron_llama.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainingConfig,
-)
+from megatron_llama.config.schema import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_llama.config.sections import config_sections
 from megatron_llama.errors import ConfigError
 from megatron_llama.tune.preference.align_config import AlignConfig
@@ -82,7 +75,9 @@ def test_the_manual_is_current(tmp_path: Path) -> None:
 
 
 SPLIT = "one or more, separated by spaces: an integer such as 4, 1_000 or 2e8"
-INTEGER = "an integer such as 4, 1_000 or 2e8"
+INTEGER, NUMBER = "an integer such as 4, 1_000 or 2e8", "a number such as 0.1 or 3e-4"
+NO_INTEGERS = ("1.5", "1e-1", "abc", "", "1e999", "1e17", "nan", "true")
+ONCE = "expected one value of factor; give it once"
 SCALING = {"rope_type": "linear", "factor": 2.0}
 READ: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"micro_batch_size": 4}, ("--micro-batch-size 4", "--micro_batch_size 4", "--micro-batch-size=4", "--micro_batch_size=4")),
@@ -110,7 +105,10 @@ READ: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     (
         {"preset": "llama3-8b", "num_hidden_layers": 4, "tensor_model_parallel_size": 2, "nodes": 2, "gpus_per_node": 8, "seq_length": 128},
-        ("model: {preset: llama3-8b, num-layers: 4}\nparallel:\n  tensor-model-parallel-size: 2\nlaunch: {nodes: 2, gpus_per_node: 8}\noptimizer: {}\nseq_length: 128",),
+        (
+            "model: {preset: llama3-8b, num-layers: 4}\nparallel:\n  tensor-model-parallel-size: 2\n"
+            "launch: {nodes: 2, gpus_per_node: 8}\noptimizer: {}\nseq_length: 128",
+        ),
     ),
     ({"seed": 3}, ("training:\noptimizer:\nmodel:\nlora:\nseed: 3",)),
     ({"tie_word_embeddings": True}, ("untie_embeddings_and_output_weights: false\nswiglu: true\nattention-dropout: 0.0",)),
@@ -134,7 +132,8 @@ def test_what_is_read(expected: dict[str, Any], texts: tuple[str, ...], tmp_path
 
 def test_what_is_given_counts_though_it_is_the_default(tmp_path: Path) -> None:
     assert run("--lr", "3e-4").explicit == {"lr"} and run().explicit == frozenset()
-    assert run("--config", yaml_file(tmp_path, "data_path: x\nsave: null\nload: ~\nsplit: 969,30,1\n")).explicit == {"data_path", "save", "load", "split"}
+    file = yaml_file(tmp_path, "data_path: x\nsave: null\nload: ~\nsplit: 969,30,1\n")
+    assert run("--config", file).explicit == {"data_path", "save", "load", "split"}
 
 
 def test_several_words(tmp_path: Path) -> None:
@@ -147,9 +146,9 @@ def test_several_words(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, tuple[str, ...]]] = [
-    *((f"--seed={text}", (f"--seed: got {text}, expected {INTEGER}; correct the value",)) for text in ("1.5", "1e-1", "abc", "", "1e999", "1e17", "nan", "true")),
+    *((f"--seed={text}", (f"--seed: got {text}, expected {INTEGER}; correct the value",)) for text in NO_INTEGERS),
     *((f"bf16: true\nseed: '{text}'", ("PATH:2 seed: got",)) for text in ("1.5", "", "1e999", "true")),
-    *((f"--lr={text}", (f"--lr: got {text}, expected a number such as 0.1 or 3e-4; correct the value",)) for text in ("nan", "inf", "-inf", "1e999", "fast")),
+    *((f"--lr={text}", (f"--lr: got {text}, expected {NUMBER}; correct the value",)) for text in ("nan", "inf", "-inf", "1e999", "fast")),
     ("bf16: 7", ("PATH:1 bf16: got 7, expected true or false; correct the value",)),
     ("--bf16 maybe", ("--bf16: got maybe, expected true or false; correct the value",)),
     ("--no-bf16 true", ("--no-bf16: got true, expected no value; give --no-bf16 or --bf16 true|false",)),
@@ -160,7 +159,7 @@ REFUSED: list[tuple[str, tuple[str, ...]]] = [
     ("--pipeline-layer-split x", (f"--pipeline-layer-split: got x, expected {SPLIT}; correct the value",)),
     ("--pipeline-layer-split 3 x", (f"--pipeline-layer-split: got 3 x, expected {SPLIT}; correct the value",)),
     *(
-        (f"--pipeline-layer-split {text}", (f"--pipeline-layer-split: got {text.strip(QUOTE)}, expected {SPLIT}; separate them by spaces: --pipeline-layer-split 3 1",))
+        (f"--pipeline-layer-split {text}", (f"got {text.strip(QUOTE)}, expected {SPLIT}; separate them by spaces: --pipeline-layer-split 3 1",))
         for text in ("3,1", "3, 1", "'3 1'")
     ),
     *((f"pipeline_layer_split: {text}", ("; write [3, 1]",)) for text in ("3,1", "3 1", "'3, 1'")),
@@ -198,7 +197,7 @@ REFUSED: list[tuple[str, tuple[str, ...]]] = [
     ),
     ("- train -lr 3", (f"command line: got - train -lr 3, {STRAY}",)),
     ("--lr=3 4 --seed 1", (f"command line: got 4, {STRAY}",)),
-    ("--lr 1 --lr fast", ("--lr: got fast, expected a number such as 0.1 or 3e-4; correct the value",)),
+    ("--lr 1 --lr fast", (f"--lr: got fast, expected {NUMBER}; correct the value",)),
     (
         "num_layers: 4\nmodel:\n  num-hidden-layers: 5\nlr: 1\nlr: 2",
         (
@@ -206,8 +205,8 @@ REFUSED: list[tuple[str, tuple[str, ...]]] = [
             "PATH:5 lr: got 2.0 after 1.0 (PATH:4 lr), expected one value of lr; give it once",
         ),
     ),
-    ("model:\n  rope_scaling:\n    factor: 8.0\n    rope_type: linear\n    factor: 2.0", ("PATH:5 factor: got it again after line 3, expected one value of factor; give it once",)),
-    ("rope_scaling: {factor: 8.0, rope_type: linear, factor: 8.0}", ("PATH:1 factor: got it again after line 1, expected one value of factor; give it once",)),
+    ("model:\n  rope_scaling:\n    factor: 8.0\n    rope_type: linear\n    factor: 2.0", (f"PATH:5 factor: got it again after line 3, {ONCE}",)),
+    ("rope_scaling: {factor: 8.0, rope_type: linear, factor: 8.0}", (f"PATH:1 factor: got it again after line 1, {ONCE}",)),
     ("""--rope-scaling '{"rope_type": "linear", "factor": 8.0, "factor": 2.0}'""", ("; factor stands there twice: give it once",)),
     ("--config none.yaml", ("--config none.yaml: got",)),
     ("--config /", ("a readable YAML file",)),

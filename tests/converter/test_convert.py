@@ -247,7 +247,8 @@ def test_summary_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ):
         convert(original, tmp_path / form, "--to", form)
         *notes, last = capsys.readouterr().out.splitlines()
-        assert [line.split(":")[1].strip() for line in notes] == lost and last.startswith(f"converted hf {original} to {form} {tmp_path}/{form} (bfloat16, ")
+        assert [line.split(":")[1].strip() for line in notes] == lost
+        assert last.startswith(f"converted hf {original} to {form} {tmp_path}/{form} (bfloat16, ")
     plain = hf_folder(tmp_path / "plain", num_key_value_heads=8, rope_parameters=None)
     for form in ("megatron", "megatron-llama", "meta"):
         convert(plain, tmp_path / f"{form} plain", "--to", form)

@@ -154,7 +154,9 @@ META = "consolidated.00.pth"
 OF_META: Callable[[Callable[[Any], object]], Callable[[Path], None]] = lambda change: lambda run: rewrite(run / META, change)  # noqa: E731
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str, str, str]] = {
     "signs of both families": ("2 2", content_of(lambda c: setattr(c["args"], "causal_lm", True)), "reader.family", "", "signs of both "),
-    "another iteration": ("2 2", content_of(lambda c: c.update(iteration=200), 0, 1), "reader.MegatronReader._other_runs", "mp_rank_00_001/model_optim_rng.pt iteration", "200"),
+    "another iteration": (
+        "2 2", content_of(lambda c: c.update(iteration=200), 0, 1), "reader.MegatronReader._other_runs",
+        "mp_rank_00_001/model_optim_rng.pt iteration", "200"),
     "no second stage": ("2 2", without_stage, "reader.MegatronReader._file_problems:2", "", "2"),
     "two folders of a rank": (
         "2 2", lambda run: shutil.copytree(rank_file(run, 0, 0).parent, run / "release" / "mp_rank_00"), "reader.rank_files", "mp_rank_00_000", ""),
@@ -177,9 +179,11 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str, str, str]] = {
     "no embedding": (
         "1 1", content_of(lambda c: c["model"].pop("embedding.word_embeddings.weight"), pp=None), "reader.MegatronReader.__init__:2", "", ""),
     "no fourth layer": ("1 1", content_of(without_layer, pp=None), "reader.MegatronReader._add_tensors:2", "", ""),
-    "Meta's, no embedding": ("meta", OF_META(lambda c: c.pop("tok_embeddings.weight")), "reader.MetaReader._tensor", f"{META} tok_embeddings.weight", ""),
+    "Meta's, no embedding": (
+        "meta", OF_META(lambda c: c.pop("tok_embeddings.weight")), "reader.MetaReader._tensor", f"{META} tok_embeddings.weight", ""),
     "Meta's, no matrix": (
-        "meta", OF_META(lambda c: c.pop("layers.1.attention.wq.weight")), "reader.MetaReader._add_tensors:2", f"{META} layers.1.attention.wq.weight", ""),
+        "meta", OF_META(lambda c: c.pop("layers.1.attention.wq.weight")), "reader.MetaReader._add_tensors:2",
+        f"{META} layers.1.attention.wq.weight", ""),
     "Meta's, a bias": ("meta", OF_META(lambda c: c.update({"bias": torch.zeros(3)})), "reader.MetaReader._add_tensors:3", f"{META} bias", ""),
 }  # fmt: skip
 """How the source is made, what is done to it, the place in the reader that says so, the end of where, and the beginning of what was found."""

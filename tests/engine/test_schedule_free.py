@@ -21,16 +21,7 @@ from tests import torch_twin
 from tests.engine.test_moments import Found, whole
 from tests.engine.test_param_groups import GROUPS, options
 from tests.harness import Cluster, WorkerError
-from tests.parallel.cases import (
-    LOSS_BOUND,
-    NORM_BOUND,
-    OPTIMIZER,
-    STEPS,
-    Layout,
-    deviation,
-    global_samples,
-    trainer,
-)
+from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, OPTIMIZER, STEPS, Layout, deviation, global_samples, trainer
 from tests.torch_twin import hf_model, next_token_loss
 
 BETAS = (0.9, 0.95)

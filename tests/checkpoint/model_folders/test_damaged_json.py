@@ -28,7 +28,8 @@ DAMAGES: Mapping[str, tuple[bytes, str]] = {
 }
 
 
-FILES = ["config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "model.safetensors.index.json"]
+FILES = ["config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
+FILES += ["model.safetensors.index.json"]
 
 
 @pytest.fixture

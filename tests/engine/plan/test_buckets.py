@@ -10,15 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from megatron_llama.config.schema import ModelConfig, ParallelConfig
-from megatron_llama.engine.plan.buckets import (
-    ALIGN,
-    OWN_SLOT_POOL,
-    BucketKind,
-    BucketPlan,
-    Slots,
-    bucket_plan_by_size,
-    bucket_plan_by_unit,
-)
+from megatron_llama.engine.plan.buckets import ALIGN, OWN_SLOT_POOL, BucketKind, BucketPlan, Slots, bucket_plan_by_size, bucket_plan_by_unit
 from megatron_llama.engine.plan.specs import UnitSpec
 from megatron_llama.model.plan.params import Partition, hf_shapes, split_layers, stage_units
 from megatron_llama.pipeline.plan.run_engine import parameter_slots

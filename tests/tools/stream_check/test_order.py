@@ -105,10 +105,12 @@ RACES: dict[str, tuple[str, Kind, str, str]] = {
         "alloc slot; order compute comm; order compute issuing; read slot comm; read slot issuing; read slot compute; order issuing compute; "
         "write slot compute", Kind.STREAMS, "comm compute", ""),
     "a write in the middle does not hide what is before it": (
-        "alloc slot; order compute comm; order compute issuing; write slot comm; order comm compute; write slot compute 20-80; write slot issuing 0-20",
+        "alloc slot; order compute comm; order compute issuing; write slot comm; order comm compute; write slot compute 20-80; "
+        "write slot issuing 0-20",
         Kind.STREAMS, "comm issuing", "slot, bytes 0 to 20"),
     "a write in the middle does not hide what is behind it": (
-        "alloc slot; order compute comm; order compute issuing; write slot comm; order comm compute; write slot compute 20-80; write slot issuing 80-100",
+        "alloc slot; order compute comm; order compute issuing; write slot comm; order comm compute; write slot compute 20-80; "
+        "write slot issuing 80-100",
         Kind.STREAMS, "comm issuing", "slot, bytes 80 to 100"),
     "what is ordered after the second access misses nothing itself": (
         "alloc slot; order compute comm; write slot comm; write slot compute; order compute issuing; write slot issuing",
@@ -170,7 +172,8 @@ def test_an_event_that_was_never_recorded() -> None:
 
 
 def test_the_same_two_places_are_one_race() -> None:
-    events = recording("alloc first; alloc second; order compute comm; write first comm; write first compute; write second comm; write second compute")
+    twice = "write first comm; write first compute; write second comm; write second compute"
+    events = recording(f"alloc first; alloc second; order compute comm; {twice}")
     for index, event in enumerate(events):
         if isinstance(event, Access):
             events[index] = Access(event.thread, Site("loop.py", index % 2), event.line, "aten.mm", event.buffer, 0, 100, True)
@@ -185,7 +188,9 @@ def test_a_write_in_the_middle_leaves_what_is_around_it(part: str, times: int) -
     assert len({race.second for race in found}) == times
 
 
-@pytest.mark.parametrize("rest", ["free slot; read slot compute", "read slot compute 90-101", "wait compute unknown", "read slot compute 5-5", "twice"])
+@pytest.mark.parametrize(
+    "rest", ["free slot; read slot compute", "read slot compute 90-101", "wait compute unknown", "read slot compute 5-5", "twice"]
+)
 def test_a_recording_that_contradicts_itself_is_refused(rest: str) -> None:
     events = recording("alloc slot") * 2 if rest == "twice" else recording(f"alloc slot; {rest}")
     with pytest.raises(ValueError, match=r"storage|point"):
