@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from megatron_llama.launch.launcher import Place
 from torch import Tensor
 
-from tests.checkpoint.model_folders.test_hf import hf_model, tensors
+from tests.checkpoint.model_folders.test_hf import tensors
 from tests.converter.converting import LLAMA31, assert_same, config, convert, hf_folder, identical, loaded, rank_file
-from tests.harness import Cluster
 
 HEADS, GROUPS, WIDTH = 8, 4, 8
 
@@ -287,15 +286,3 @@ def logits_of_megatron_core(place: Place, path: Path, ids: Tensor) -> Tensor:
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     return found
-
-
-@pytest.mark.long
-def test_megatron_core_computes_the_same_logits(cluster: Cluster, tmp_path: Path) -> None:
-    model = hf_model(
-        num_attention_heads=HEADS, num_key_value_heads=GROUPS, rope_parameters={"rope_type": "default", "rope_theta": 500_000.0}
-    )
-    model.save_pretrained(tmp_path / "hf")
-    run = convert(tmp_path / "hf", tmp_path / "run", "--to", "megatron", "--megatron-layout", "local")
-    ids = torch.arange(48).view(1, 48) * 5 % 251
-    [found] = cluster.run(1, logits_of_megatron_core, rank_file(run), ids)
-    torch.testing.assert_close(found[:, :, :300], model(ids).logits, rtol=0, atol=1e-5)

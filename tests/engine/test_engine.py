@@ -3,17 +3,12 @@ not finite."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import pytest
 import torch
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.param_handle import param_handle_of
 from megatron_llama.engine.pieces import shard_pieces, step_counts
-from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.launch.launcher import Place
-from megatron_llama.model.plan.params import parameter_count
 from megatron_llama.model.plan.run_params import rank_units
 from torch import Tensor, nn
 
@@ -199,30 +194,3 @@ def test_bf16_parameters_are_the_rounded_fp32_masters() -> None:
     down = "model.layers.0.mlp.down_proj.weight"
     assert torch.equal(parameters_of(run)[down], masters[down].to(torch.bfloat16))
     assert not torch.equal(masters[down], masters[down].to(torch.bfloat16).float()), "the master holds more than bf16"
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A source that remembers what it was asked for."""
-
-    asked: list[Rectangle]
-
-    def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
-        self.asked.append(rectangle)
-        out.zero_()
-
-
-def asked_for(place: Place, layout: Layout) -> int:
-    run = trainer(place, layout)
-    source: Callable[[Rectangle, Tensor], None] = Recorded([])
-    run.optimizer.load_weights(source)
-    run.optimizer.settle()
-    return sum(rectangle.numel for rectangle in source.asked)
-
-
-@pytest.mark.long
-def test_a_rank_loads_its_shard_only(cluster: Cluster) -> None:
-    total = parameter_count(MODEL)
-    asked = cluster.run(4, asked_for, Layout(dp=4))
-    assert sum(asked) == total and max(asked) < 0.3 * total
-    assert cluster.run(2, asked_for, Layout(dp=2, strategy="no_shard")) == [total, total]
