@@ -14,13 +14,10 @@ from megatron_llama.cli import main
 from megatron_llama.model.hf import read_hf_config
 from torch import Tensor
 
-from tests.checkpoint.model_folders.test_hf import tensors, written
+from tests.checkpoint.model_folders.test_hf import LLAMA3, tensors, written
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
-LLAMA31 = {
-    "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA31 = LLAMA3 | {"original_max_position_embeddings": 8192}
 
 
 def hf_folder(folder: Path, dtype: torch.dtype = torch.float32, **fields: Any) -> Path:

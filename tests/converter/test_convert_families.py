@@ -10,7 +10,6 @@ import torch
 from megatron_llama.checkpoint.meta import model_changes, model_differences
 from megatron_llama.checkpoint.native import read_meta
 from megatron_llama.cli import main
-from megatron_llama.config.schema import ModelConfig
 from megatron_llama.converter.verify.fields import field_differences
 from megatron_llama.model.hf import model_config_from_hf, read_hf_config
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -23,6 +22,7 @@ from tests.torch_twin import drawn
 
 Capture = pytest.CaptureFixture[str]
 SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8}
+SIZES |= {"num_key_value_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
 MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 SCALED = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0], "original_max_position_embeddings": 16}
 MODELS: dict[str, dict[str, Any]] = {
@@ -41,23 +41,22 @@ MEGATRON = ("llama with biases", "mistral", "qwen2", "qwen3", "phi3")
 
 
 def fields_of(name: str) -> dict[str, Any]:
-    return SIZES | {"num_key_value_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2} | MODELS[name]
+    return SIZES | MODELS[name]
 
 
-def model_of(name: str) -> ModelConfig:
-    return model_config_from_hf(fields_of(name), where=name)
+def saved(fields: dict[str, Any], folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """A small model as transformers saves it, no two of its numbers alike in any vector."""
+    torch.manual_seed(0)
+    others = {name: value for name, value in fields.items() if name != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields["model_type"], **others))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.1)
+    model.to(dtype).save_pretrained(folder, max_shard_size="100KB")
+    return folder
 
 
 def folder_of(name: str, folder: Path) -> Path:
-    """A small model as transformers saves it, no two of its numbers alike in any vector."""
-    fields = fields_of(name)
-    model_type = fields.pop("model_type")
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0.0, 0.1)
-    model.save_pretrained(folder, max_shard_size="100KB")
-    return folder
+    return saved(fields_of(name), folder)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -222,7 +221,7 @@ def test_a_trainer_imports_and_saves_it(name: str, tmp_path: Path) -> None:
 
 def test_the_fields_that_a_resumed_run_shares() -> None:
     """All that change what is computed; with a rotary scaling that reads it, the longest position too."""
-    model = model_of("phi3, long")
+    model = model_config_from_hf(fields_of("phi3, long"), where="phi3")
     longer = replace(model, max_position_embeddings=128)
     [problem] = model_differences("run", model, longer)
     assert problem.startswith("run max_position_embeddings: got 64, expected 128")
