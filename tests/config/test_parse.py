@@ -156,6 +156,7 @@ REFUSED: list[tuple[str, tuple[str, ...]]] = [
     ("split: null", ("PATH:1 split: got null, expected text",)),
     ("--eos-token-id </s>", (f"--eos-token-id: got </s>, expected {INTEGER} or null; correct the value",)),
     *((f"--rope-scaling {text}", (f"--rope-scaling: got {text}, expected a mapping (on the command line JSON",)) for text in ("linear", "[1]", "{")),
+    ("--pipeline-layer-split", (f"--pipeline-layer-split: got nothing, expected {SPLIT}; correct the value",)),
     ("--pipeline-layer-split x", (f"--pipeline-layer-split: got x, expected {SPLIT}; correct the value",)),
     ("--pipeline-layer-split 3 x", (f"--pipeline-layer-split: got 3 x, expected {SPLIT}; correct the value",)),
     *(
