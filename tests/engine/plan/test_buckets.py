@@ -105,6 +105,7 @@ def test_every_element_is_in_exactly_one_shard(case: Case) -> None:
 @over_all
 def test_starts_are_aligned_and_padding_is_small(case: Case) -> None:
     for _, plan in case.all():
+        assert plan.numel == sum(plan.shard_numel(bucket.index) * plan.shards for bucket in plan.buckets)
         for bucket in plan.buckets:
             assert bucket.numel == plan.shard_numel(bucket.index) * plan.shards
             assert plan.shard_numel(bucket.index) % ALIGN == 0
@@ -261,3 +262,10 @@ def test_both_copies_of_a_tied_weight_have_one_layout() -> None:
 def test_parameter_slots(strategy: str, slots: str, stages: int, expected: int | None) -> None:
     parallel = ParallelConfig(data_parallel_sharding_strategy=strategy, param_slots=slots, pipeline_model_parallel_size=stages)
     assert parameter_slots(parallel) == expected
+
+
+def test_labels_name_unit_and_parameters() -> None:
+    plan = bucket_plan_by_unit(stage_units(CASES[0].model, even(CASES[0].model.num_hidden_layers, 1), 0), shards=2, slots=Slots(2, 2))
+    (bucket,) = [b for b in plan.unit_buckets[1] if not plan.has_own_slot(b)]
+    names = "model.layers.0.mlp.down_proj.weight ... model.layers.0.self_attn.qkv_proj.weight"
+    assert plan.label(bucket) == f"bucket {bucket} of layers.0 ({names})"
