@@ -26,7 +26,9 @@ def _says(owner: Any, function: str, said: str) -> Few:
 
 
 CATALOGUE = (
-    _says(launcher, "first_host", "nowhere"), _says(launcher, "job_name", "nobody's"), _says(version, "version", "never"),
+    _says(launcher, "first_host", "nowhere"),
+    _says(launcher, "job_name", "nobody's"),
+    _says(version, "version", "never"),
     _says(launcher, "tell_torchrun", "nothing"),
 )
 AGAIN = (*CATALOGUE, Few("first_host backwards", partial(patch.object, launcher, "first_host", lambda hosts: hosts[::-1])))

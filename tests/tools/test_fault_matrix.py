@@ -82,8 +82,11 @@ def test_processes_that_tests_start_are_planted_too(tmp_path: Path) -> None:
 def test_a_file_finds_what_it_looks_at(run: tuple[Path, Path]) -> None:
     _, table = run
     assert outcomes(table) == {
-        ("test_looks", HOST): ("killed", 1), ("test_looks", NAME): ("survived", 2), ("test_looks", VERSION): ("survived", 2),
-        ("test_passes_by", HOST): ("survived", 2), ("test_passes_by", NAME): ("survived", 2),
+        ("test_looks", HOST): ("killed", 1),
+        ("test_looks", NAME): ("survived", 2),
+        ("test_looks", VERSION): ("survived", 2),
+        ("test_passes_by", HOST): ("survived", 2),
+        ("test_passes_by", NAME): ("survived", 2),
     }
     (killed,) = (row for row in rows_of(table) if row.get("outcome") == "killed")
     assert [test.partition("::")[2] for test in killed["tests"]] == ["test_host"]
@@ -103,6 +106,30 @@ def test_what_is_in_the_table_is_not_run_again(run: tuple[Path, Path], tmp_path:
     assert len(capsys.readouterr().out.splitlines()) == 1 and outcomes(copy).keys() == outcomes(table).keys()
 
 
+@pytest.mark.long
+def test_a_file_that_has_changed_is_run_again(run: tuple[Path, Path], tmp_path: Path) -> None:
+    _, table = run
+    before = rows_of(table)
+    copy = tmp_path / "table.jsonl"
+    copy.write_text(table.read_text())
+    folder = write_tests(tmp_path, looks=LOOKS)
+    matrix("run", folder, copy, "--faults", NAME)  # another place: nothing is known of it
+    matrix("run", write_tests(tmp_path, looks=LOOKS + "\n"), copy, "--faults", NAME)
+    blobs = [row["file"]["blob"] for row in rows_of(copy)[len(before) :] if row["kind"] == "Pair"]
+    assert len(blobs) == len(set(blobs)) == 2
+
+
+@pytest.mark.long
+def test_no_more_files_are_asked_than_is_wanted(tmp_path: Path) -> None:
+    """The first is the cheapest, whichever that is."""
+    folder = write_tests(tmp_path, one=LOOKS, two=LOOKS)
+    table = tmp_path / "table.jsonl"
+    matrix("run", folder, table, "--faults", HOST, "--stop-after", "1")
+    assert [outcome for outcome, _ in outcomes(table).values()] == ["killed"]
+    matrix("run", folder, table, "--faults", NAME, "--minutes", "0")
+    assert len(outcomes(table)) == 1
+
+
 def test_a_fault_is_asked_of_files_until_one_notices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those before it have not; the one that finds many is asked first the next time."""
     slow = "import time\n" + LOOKS.replace("    version", "    assert launcher.job_name() != \"nobody's\"\n    version")
@@ -118,12 +145,80 @@ def test_a_fault_is_asked_of_files_until_one_notices(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out == "" and table.read_text() == lines
 
 
+@pytest.mark.long
+def test_tests_that_fail_without_a_fault_find_none(tmp_path: Path) -> None:
+    broken = PASSES_BY + "\ndef test_broken():\n    assert False\n"
+    table = tmp_path / "table.jsonl"
+    matrix("run", write_tests(tmp_path, broken=broken), table, "--faults", HOST)
+    assert outcomes(table) == {("test_broken", HOST): ("survived", 1)}
+    assert rows_of(table)[0]["failed"][0].endswith("::test_broken")
+
+
+def test_failures_are_told_by_test_and_message(tmp_path: Path) -> None:
+    """Also where a name looks like the end of one, in what a test prepares, and in files that cannot be imported."""
+    fails = """
+import pytest
+
+@pytest.fixture
+def missing():
+    raise LookupError("no - no")
+
+@pytest.mark.parametrize("words", ["one - two"])
+def test_words(words, missing):
+    pass
+"""
+    files = find_test_files([write_tests(tmp_path, fails=fails, imports="import nonesuch\n")], long=False)
+    ended = [run_pytest([file], [], 60.0) for file in files]
+    assert [[test.partition("::")[2] for test in run.failed] for run in ended] == [["test_words[one - two]"], [""]]
+    assert [run.message for run in ended] == ["LookupError: no - no", "ModuleNotFoundError: No module named 'nonesuch'"]
+    assert {run.outcome for run in ended} == {Outcome.KILLED}
+
+
+def test_a_run_leaves_out_what_pyproject_leaves_out(tmp_path: Path) -> None:
+    gpu = "import pytest\n@pytest.mark.gpu\ndef test_gpu(): assert False\ndef test_other(): pass\n"
+    ended = run_pytest(find_test_files([write_tests(tmp_path, gpu=gpu)], long=False), [], 60.0)
+    assert ended.passed and len({part["test"] for part in ended.results}) == 1
+
+
 def test_a_file_that_hangs_has_noticed() -> None:
     """And so has one that takes pytest with it. When pytest cannot begin, nobody has."""
     outcomes = [Ended(status, "", 1.0, ()).outcome for status in (None, 0, 5, -11)]
     assert outcomes == [Outcome.LATE, Outcome.SURVIVED, Outcome.SURVIVED, Outcome.KILLED]
     with pytest.raises(RunError, match="pytest ended with 1, and no test has failed\nAttributeError"):
         _ = Ended(1, "AttributeError: no such target", 1.0, ()).outcome
+
+
+@pytest.mark.long
+def test_a_run_goes_on_behind_a_file_that_cannot_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_tests(tmp_path, dies="import os\nos._exit(1)\n", looks=LOOKS)
+    table = tmp_path / "table.jsonl"
+    assert main(["run", "--files", str(folder), "--catalogue", FEW, "--table", str(table), "--faults", HOST]) == 1
+    assert "test_dies.py: pytest ended with 1, and no test has failed" in capsys.readouterr().out
+    assert outcomes(table) == {("test_looks", HOST): ("killed", 1)}
+
+
+@pytest.mark.long
+def test_a_file_that_does_not_end_is_ended(tmp_path: Path) -> None:
+    (file,) = find_test_files([write_tests(tmp_path, endless="import time\ndef test_wait():\n    time.sleep(60)\n")], long=False)
+    ended = run_pytest([file], [], 3.0)
+    assert ended.status is None and ended.seconds < 30
+
+
+def test_the_report_counts(run: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, table = run
+    matrix("report", folder, table)
+    said = capsys.readouterr().out
+    assert said.startswith("**1 of 4 faults are found** by 3 test files\n(13 lines, ")
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in said.splitlines() if line.startswith("|")]
+    faults = {row[0]: row[1:] for row in cells if row[0] in catalogue(FEW)}
+    assert [(row[0], row[1], *row[3:]) for row in faults.values()] == [
+        ("2", "1", "test_host", "AssertionError", "0"),
+        ("2", "0", "", "", "0"),
+        ("1", "0", "", "", "0"),
+        ("0", "0", "", "", "0"),
+    ]
+    assert faults[NEVER][2] == "**nobody**" and faults[HOST][2].endswith("test_looks.py")
+    assert "**1 files find all of that** (6 lines, " in said and "**2 files find nothing that others do not** (" in said
 
 
 @pytest.mark.parametrize(

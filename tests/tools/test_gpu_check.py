@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError
 from megatron_llama.model.presets import PRESETS
 from megatron_llama.train.setup.memory import MemoryPlan
@@ -27,8 +28,18 @@ from tools import bench_links
 ROOT = Path(__file__).parents[2]
 MACHINE = {"device": "GPU of a test", "torch": "2"}
 LACKING = (
-    "transformers", "peft", "megatron", "liger_kernel", "deepspeed", "torchao", "pyarrow", "zstandard", "tiktoken", "tensorboard",
-    "wandb", "upath",
+    "transformers",
+    "peft",
+    "megatron",
+    "liger_kernel",
+    "deepspeed",
+    "torchao",
+    "pyarrow",
+    "zstandard",
+    "tiktoken",
+    "tensorboard",
+    "wandb",
+    "upath",
 )
 """What a machine with a GPU need not have."""
 
@@ -58,7 +69,10 @@ def test_tiny_parts_where_packages_are_lacking(tmp_path: Path) -> None:
     machine, outcomes = read(folder / "gpu_check.json")
     found = {one.name: one for one in outcomes}
     assert {name: one.status for name, one in found.items()} == {
-        "tests": "passed", "kernels": "passed", "ab-deterministic": "passed", "step-8b-4096-dp8": "passed",
+        "tests": "passed",
+        "kernels": "passed",
+        "ab-deterministic": "passed",
+        "step-8b-4096-dp8": "passed",
         "links": "did not run: needs a GPU",
     }, done.stdout
     assert done.returncode == 1 and done.stderr == f"error: 1 of 5 parts did not pass: links; see {folder}/NAME.log\n"
@@ -95,6 +109,25 @@ def test_parts_can_be_listed_anywhere(capsys: pytest.CaptureFixture[str]) -> Non
     assert all("--num-layers 4 " in line and "--rounds 1 " in line for line in steps)
     assert "--global-batch-size 8 " in steps[0] and steps[0].count("hf-compile") == 1
     assert "--global-batch-size 64 " in steps[1] and "--emulate-dp 8 --contenders ours --json" in steps[1]
+
+
+def test_whole_models_are_trained_as_one_of_eight_ranks() -> None:
+    parts = {part.name: part for part in all_parts(Setting(Path("out"), EXAMPLE_MEMORY))}
+    assert [name for name in parts if name.startswith("step-7b")] == [
+        "step-7b-4096",
+        "step-7b-4096-dp8",
+        "step-7b-8192",
+        "step-7b-8192-dp8",
+    ]
+    assert list(parts)[:4] == ["correct", "step-7b-4096", "step-8b-4096", "kernels"] and "--rounds 1 " in " ".join(parts["offload"].command)
+    assert "--num-layers" not in parts["step-7b-4096-dp8"].command and "32 of 32 layers" in parts["step-7b-4096-dp8"].title
+    planned = MemoryPlan(configuration("llama2-7b", 4096, layers=32, dp=8), 8).needed("none", 0)
+    assert f", {sized(planned)} planned" in parts["step-7b-4096-dp8"].title
+    assert all(
+        part.json == f"out/{name}.json" and part.command[-1] == part.json
+        for name, part in parts.items()
+        if name not in ("correct", "tests")
+    )
 
 
 def test_only_files_with_tests_for_a_gpu_are_read() -> None:
@@ -339,13 +372,39 @@ def test_tables_for_the_documentation(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
     write(tmp_path / "report.json", MACHINE, outcomes)
     assert read(tmp_path / "report.json") == (MACHINE, outcomes)
+    assert main(["--table", str(tmp_path / "report.json")]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines() == list(markdown(MACHINE, outcomes))
+    assert text.splitlines() == [
+        "device GPU of a test; torch 2.",
+        "",
+        "| part | result | seconds | command |",
+        "|---|---|---|---|",
+        "| 7B | passed | 61 | `bench --json a` |",
+        "| 8B | failed with 1 | 2 | `bench b` |",
+        "",
+        "7B:",
+        "",
+        "| name | tokens per second | mfu | peak memory, GiB | ratio |",
+        "|---|---|---|---|---|",
+        "| ours | 12346 | 62.5% | 1.50 |  |",
+        "| hf-compile | 1.5 | 50.0% | 0.00 | 1 |",
+        "",
+        "- absent: liger: not here",
+        "",
+        "8B (failed with 1):",
+        "",
+        "| name | tokens per second | mfu | peak memory, GiB | ratio |",
+        "|---|---|---|---|---|",
+        "| ours | 12346 | 62.5% | 1.50 |  |",
+        "",
+        "    one",
+        "    two",
+    ]
     second = [Outcome("c", "links", "bench c", "passed", 1.0)]
     write(tmp_path / "more.json", {"device": "another"}, second)
     assert main(["--table", str(tmp_path / "report.json"), str(tmp_path / "more.json")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == list(markdown(MACHINE, [*outcomes, *second]))
-    said = ("| 7B | passed | 61 | `bench --json a` |", "| ours | 12346 | 62.5% | 1.50 |  |", "| hf-compile | 1.5 | 50.0% | 0.00 | 1 |")
-    assert {*said, "- absent: liger: not here", "8B (failed with 1):", "    two"} <= {*lines}
+    assert capsys.readouterr().out.splitlines() == list(markdown(MACHINE, [*outcomes, *second]))
 
 
 def test_what_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -365,5 +424,11 @@ def test_what_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_links_are_modelled_on_a_gpu_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_links.main([]) == 2
     assert capsys.readouterr().err.startswith("error: no GPU here")
+    with pytest.raises(SystemExit):
+        bench_links.parse(["--gigabytes-per-second", "fast"])
     assert bench_links.hidden_share(100.0, 110.0, 150.0) == pytest.approx(0.8)
     assert bench_links.hidden_share(100.0, 100.1, 100.5) is None
+    options = bench_links.parse(["--layers", "2", "--ranks", "4", "--microbatches", "3"])
+    config = bench_links.configuration(options, "optim_grads_params")
+    assert (config.model.num_hidden_layers, config.training.global_batch_size) == (2, 12)
+    assert config.parallel.data_parallel_sharding_strategy == "optim_grads_params"

@@ -15,7 +15,7 @@ from megatron_llama.train.setup.checks.ranges import value_problems
 from megatron_llama.train.setup.checks.zenflow import zenflow_problems
 from megatron_llama.train.setup.resolve import assemble
 from megatron_llama.tune.commands import sft
-from tools.zenflow_study import CONTENDERS, Contender, StudyConfig, Task, tasks
+from tools.zenflow_study import CONTENDERS, Contender, StudyConfig, Task, table, tasks
 
 
 @pytest.fixture
@@ -36,3 +36,10 @@ def test_everybody_sees_as_many_samples(both: list[Task], one: Contender, tmp_pa
         assert training.eval_interval == training.train_iters and optimizer.lr == task.lr
         assert not list(value_problems(zenflow)) and not list(zenflow_problems(replace(assemble(parsed), zenflow=zenflow)))
         assert (zenflow != ZenFlowConfig()) == one.name.startswith("ZenFlow")
+
+
+def test_the_table_compares_within_seeds() -> None:
+    task = Task("tuning", ("sft",), 96, 4, 2e-3, {CONTENDERS[0].name: [2.0, 4.0], "other": [2.2, 4.2]})
+    *_, plain, other = table(task)
+    assert plain == "| AdamW | 3.0000 | 2.0000 to 4.0000 | +0.00 % | +0.00 % |"
+    assert other == "| other | 3.2000 | 2.2000 to 4.2000 | +7.50 % | +10.00 % |"
