@@ -18,18 +18,7 @@ from megatron_llama.launch.launcher import Place
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from tests.checkpoint.cases import (
-    SINGLE,
-    copies,
-    full_disk,
-    load_under,
-    merged,
-    renew_sums,
-    same,
-    save_under,
-    state_at,
-    trained,
-)
+from tests.checkpoint.cases import SINGLE, copies, full_disk, load_under, merged, renew_sums, same, save_under, state_at, trained
 from tests.checkpoint.damage import edit_index, edit_meta
 from tests.flipped import flip
 from tests.harness import Cluster
@@ -74,11 +63,7 @@ DAMAGE = {
     "no meta": (lambda path: (path / "meta.json").unlink(), r"meta\.json: got No such file or directory, .*; restore"),
     "meta is not JSON": (lambda path: cut(path / "meta.json", 30), r"meta\.json:3: got .*, expected valid JSON; restore"),
     "meta is a list": (lambda path: (path / "meta.json").write_text("[]"), r"meta\.json: got a JSON list, expected a JSON object; restore"),
-    "meta lacks a field": (edit_meta(seed=...), r"meta\.json seed: got no such field, expected one; restore"),
-    "meta lacks the loss scale": (
-        edit_meta(loss_scale=...),
-        r"meta\.json loss_scale: got no such field, expected one; restore",
-    ),
+    "meta lacks a field": (edit_meta(loss_scale=...), r"meta\.json loss_scale: got no such field, expected one; restore"),
     "later format": (edit_meta(format_version=2), r"format_version: got 2, expected 1; .*version of this program"),
     "index with code": (plant_bomb, r"\.metadata: got a pickle that calls subprocess\.getoutput, .*nothing was run"),
     "no data": (
@@ -110,19 +95,12 @@ def test_damage_is_named(copy: Path, name: str, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(CheckpointError, match=message) as caught:
         native.load(copy, run.optimizer, run.mesh, ONE.config().model)
     assert str(copy) in str(caught.value)
+    if name in ("meta lacks a field", "index with code", "data cut off", "bit flipped"):
+        with pytest.raises(CheckpointError, match=message):  # without an engine
+            drawn(native.open_weights(copy), "lm_head.weight", (300, 64))
     # Only damage inside a file of the right size can show while tensors are being read.
     assert same(merged(copies(run.optimizer)), before) or name in ("data lost", "bit flipped")
     assert not (tmp_path / "exploded").exists()
-
-
-@pytest.mark.parametrize("name", ["meta lacks a field", "index with code", "data cut off", "bit flipped"])
-def test_damage_is_named_without_an_engine(copy: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    damage, message = DAMAGE[name]
-    damage(copy)
-    renew_sums(copy)
-    with pytest.raises(CheckpointError, match=message):
-        drawn(native.open_weights(copy), "lm_head.weight", (300, 64))
 
 
 def test_export_needs_no_optimizer_state(copy: Path) -> None:
@@ -245,21 +223,15 @@ def test_ranks_agree_on_a_full_disk_of_one(cluster: Cluster, tmp_path: Path, ful
     assert names(tmp_path) == ["iter_0000004", "latest_checkpointed_iteration.txt"]
 
 
-def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
-    (tmp_path / "save").write_text("not a folder")
+@pytest.mark.parametrize("name", ["save", "save/latest_checkpointed_iteration.txt"], ids=["a file for the folder", "a folder for the tracker"])
+def test_what_is_in_the_way_is_named_and_stays(name: str, tmp_path: Path) -> None:
+    save, path = tmp_path / "save", tmp_path / name
+    path.write_text("not a folder") if path == save else path.mkdir(parents=True)
+    said = "File exists" if path == save else "Is a directory"
     run = trained(SINGLE, ONE, steps=0)
-    with pytest.raises(CheckpointError, match=r"save: got File exists, expected to write it"):
-        native.save(tmp_path / "save", run.optimizer, run.mesh, state_at(1), ONE.config())
-    assert (tmp_path / "save").read_text() == "not a folder"
-
-
-def test_a_folder_in_the_way_of_the_tracker_leaves_nothing(tmp_path: Path) -> None:
-    tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    tracker.mkdir()
-    run = trained(SINGLE, ONE, steps=0)
-    with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration\.txt\S*: got Is a directory, expected to write it"):
-        native.save(tmp_path, run.optimizer, run.mesh, state_at(1), ONE.config())
-    assert names(tmp_path) == ["iter_0000001", tracker.name]
+    with pytest.raises(CheckpointError, match=rf"{path.name}\S*: got {said}, expected to write it"):
+        native.save(save, run.optimizer, run.mesh, state_at(1), ONE.config())
+    assert path.read_text() == "not a folder" if path == save else names(save) == ["iter_0000001", path.name]
 
 
 def save_apart(place: Place, layout: Layout, folder: Path) -> str:

@@ -24,13 +24,7 @@ from torch import Tensor
 from tests.harness import Cluster
 
 MODEL = ModelConfig(
-    vocab_size=384,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
+    vocab_size=384, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     max_position_embeddings=64,
 )
 NORMS = 64 * 9

@@ -154,41 +154,42 @@ def test_megatrons_reader_sees_exchanged_files_too(copy: Path) -> None:
     assert damage and all("saved at another time" in line for line in damage)
 
 
+HEAD = "lm_head.weight"
+NUMBERS = "expected numbers that are not negative"
+
+
+def described(**fields: Any) -> Callable[[Any], object]:
+    """Have the index say other things of the head."""
+    return lambda m: [setattr(m.state_dict_metadata[HEAD], name, value) for name, value in fields.items()]
+
+
+def placed(**fields: Any) -> Callable[[Any], object]:
+    return lambda m: [setattr(place_of(m, HEAD), name, value) for name, value in fields.items()]
+
+
 INDEX: dict[str, tuple[Callable[[Any], object], str]] = {
-    "negative": (lambda m: setattr(place_of(m, "lm_head.weight"), "offset", -1), "expected numbers that are not negative"),
-    "huge": (lambda m: setattr(place_of(m, "lm_head.weight"), "offset", 10**30), "expected numbers that are not negative"),
-    "text": (lambda m: setattr(place_of(m, "lm_head.weight"), "length", "9"), "expected numbers that are not negative"),
-    "crc of another kind": (lambda m: setattr(place_of(m, "lm_head.weight"), "crc32", "x"), "expected numbers that are not negative"),
-    "0-dim": (lambda m: setattr(m.state_dict_metadata["lm_head.weight"], "size", torch.Size([])), "expected 0 dimensions"),
-    "many dimensions": (lambda m: setattr(m.state_dict_metadata["lm_head.weight"], "size", torch.Size([1] * 70)), "at most 64"),
-    "other size": (
-        lambda m: setattr(m.state_dict_metadata["lm_head.weight"], "size", torch.Size([300, 65])),
-        "19200 elements, expected 19500",
-    ),
-    "chunk twice": (
-        lambda m: m.state_dict_metadata["lm_head.weight"].chunks.append(m.state_dict_metadata["lm_head.weight"].chunks[0]),
-        "overlapping",
-    ),
-    "an empty list of chunks": (lambda m: m.state_dict_metadata["lm_head.weight"].chunks.clear(), "chunks: got none"),
-    "no chunks": (lambda m: setattr(m.state_dict_metadata["lm_head.weight"], "chunks", None), "chunks: got none"),
-    "wrong kind": (lambda m: m.state_dict_metadata.update({"lm_head.weight": 3}), "lm_head.weight: got a int"),
-    "no name": (
-        lambda m: m.state_dict_metadata.update({3: m.state_dict_metadata["lm_head.weight"]}),
-        "got 3, expected the name of a tensor",
-    ),
-    "a place of another kind": (lambda m: m.storage_data.update({"lm_head.weight": 3}), "got str: int, expected MetadataIndex"),
+    "negative": (placed(offset=-1), NUMBERS),
+    "huge": (placed(offset=10**30), NUMBERS),
+    "text": (placed(length="9"), NUMBERS),
+    "crc of another kind": (placed(crc32="x"), NUMBERS),
+    "0-dim": (described(size=torch.Size([])), "expected 0 dimensions"),
+    "many dimensions": (described(size=torch.Size([1] * 70)), "at most 64"),
+    "other size": (described(size=torch.Size([300, 65])), "19200 elements, expected 19500"),
+    "chunk twice": (lambda m: m.state_dict_metadata[HEAD].chunks.append(m.state_dict_metadata[HEAD].chunks[0]), "overlapping"),
+    "an empty list of chunks": (described(chunks=[]), "chunks: got none"),
+    "no chunks": (described(chunks=None), "chunks: got none"),
+    "wrong kind": (lambda m: m.state_dict_metadata.update({HEAD: 3}), "lm_head.weight: got a int"),
+    "no name": (lambda m: m.state_dict_metadata.update({3: m.state_dict_metadata[HEAD]}), "got 3, expected the name of a tensor"),
+    "a place of another kind": (lambda m: m.storage_data.update({HEAD: 3}), "got str: int, expected MetadataIndex"),
     "a place without a name": (
-        lambda m: m.storage_data.update({MetadataIndex(3): place_of(m, "lm_head.weight")}),  # type: ignore[arg-type]
+        lambda m: m.storage_data.update({MetadataIndex(3): place_of(m, HEAD)}),  # type: ignore[arg-type]
         "storage_data: got 3, expected the name of a tensor",
     ),
     "a dtype of another kind": (
-        lambda m: setattr(m.state_dict_metadata["lm_head.weight"].properties, "dtype", "float"),
+        lambda m: setattr(m.state_dict_metadata[HEAD].properties, "dtype", "float"),
         "lm_head.weight dtype: got 'float', expected a dtype of torch",
     ),
-    "a chunk of another kind": (
-        lambda m: setattr(m.state_dict_metadata["lm_head.weight"], "chunks", [3]),
-        "lm_head.weight chunks: got int, expected ChunkStorageMetadata",
-    ),
+    "a chunk of another kind": (described(chunks=[3]), "lm_head.weight chunks: got int, expected ChunkStorageMetadata"),
     "no places": (lambda m: setattr(m, "storage_data", None), "without state_dict_metadata and storage_data"),
 }
 """Beside those of every container: see test_container.py."""

@@ -23,23 +23,23 @@ def test_forms(words: str, blend: Blend) -> None:
     assert read_blend(words.split()) == blend and list(blend_problems(words.split())) == []
 
 
-@pytest.mark.parametrize("words", ["0.7 a b", "0.7 a 0.3", "a 0.7 b 0.3", "0.7 a b c", "0.7 0.3 a b"])
-def test_weights_for_some_are_refused(words: str) -> None:
-    [problem] = blend_problems(words.split())
-    assert problem.startswith(f"--data-path: got {words}, expected PREFIX, PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...; give")
+FORMS = "expected PREFIX, PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...; give"
+APART = "; separate them by spaces, outside of quotes: --data-path 0.7 a 0.3 b"
 
 
-@pytest.mark.parametrize("words", [["0.7,a,0.3,b"], ["0.7 a 0.3 b"], ["0.7,a", "0.3,b"], ["0.7", "a,", "0.3", "b"]])
-def test_weights_are_words_of_their_own(words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        *((words.split(), f"--data-path: got {words}, {FORMS}") for words in ("0.7 a b", "0.7 a 0.3", "a 0.7 b 0.3", "0.7 a b c", "0.7 0.3 a b")),
+        *((words, APART) for words in (["0.7,a,0.3,b"], ["0.7 a 0.3 b"], ["0.7,a", "0.3,b"], ["0.7", "a,", "0.3", "b"])),
+        *((words.split(), f"got {words}, expected weights above 0; leave out what is not to be read") for words in ("0 a 1 b", "1 a -1 b")),
+    ],
+)
+def test_what_is_refused(words: list[str], says: str) -> None:
     [problem] = blend_problems(words)
-    assert problem.endswith("; separate them by spaces, outside of quotes: --data-path 0.7 a 0.3 b")
+    assert says in problem and problem.startswith("--data-path: got ")
 
 
 @pytest.mark.parametrize("words", [["a,b"], ["my data/corpus"], ["1,2 and 3"], ["0.7", "my data", "0.3", "a,b"]])
 def test_prefixes_may_have_spaces_and_commas(words: list[str]) -> None:
     assert list(blend_problems(words)) == [] and len(read_blend(words).prefixes) == max(1, len(words) // 2)
-
-
-@pytest.mark.parametrize("words", ["0 a 1 b", "1 a -1 b"])
-def test_weights_are_positive(words: str) -> None:
-    assert list(blend_problems(words.split())) == [f"--data-path: got {words}, expected weights above 0; leave out what is not to be read"]

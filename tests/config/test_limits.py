@@ -59,10 +59,7 @@ def test_schedules_that_are_too_long_to_be_listed(size: dict[str, int]) -> None:
 
 def test_divisors_of_large_numbers() -> None:
     assert (nearest_divisors(36, 5), nearest_divisors(36, 1), nearest_divisors(1, 1), nearest_divisors(97, 5)) == (
-        "4 or 6",
-        "2",
-        "",
-        "1 or 97",
+        "4 or 6", "2", "", "1 or 97",
     )
     assert nearest_divisors(2**40, 1000) == "512 or 1024" and nearest_divisors(10**18, 3) == "2 or 4"
 

@@ -1,28 +1,20 @@
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from megatron_llama.config.blend import blend_problems
 from megatron_llama.config.foreign_names import FAMILIES, INSTEAD, NOT_NEEDED
 from megatron_llama.config.help import field_docs, help_text, main, options_markdown
 from megatron_llama.config.megatron_names import MEGATRON
-from megatron_llama.config.parse import Parsed, differences, options_of, parse
-from megatron_llama.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    LaunchConfig,
-    LogConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainingConfig,
-)
+from megatron_llama.config.parse import Parsed, options_of, parse
+from megatron_llama.config.schema import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_llama.config.sections import config_sections
 from megatron_llama.errors import ConfigError
 from megatron_llama.tune.preference.align_config import AlignConfig
@@ -30,6 +22,9 @@ from megatron_llama.tune.sft.sft_config import SFTConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = config_sections()
+QUOTE = "'"
+UNKNOWN, KEY = (f"got an unknown {what}, expected an option of this command" for what in ("flag", "key"))
+STRAY = "expected --option value; write a flag before it (flags start with two dashes)"
 
 @dataclass(frozen=True)
 class GenerateConfig:
@@ -79,177 +74,160 @@ def test_the_manual_is_current(tmp_path: Path) -> None:
     assert (tmp_path / "options.md").read_text(encoding="utf-8") == written
 
 
-def test_nothing_given_is_all_defaults() -> None:
-    parsed = run()
-    for section in SECTIONS:
-        assert parsed.get(section) == section()
-    assert parsed.explicit == frozenset()
-    assert parsed.differences() == {}
+SPLIT = "one or more, separated by spaces: an integer such as 4, 1_000 or 2e8"
+INTEGER, NUMBER = "an integer such as 4, 1_000 or 2e8", "a number such as 0.1 or 3e-4"
+NO_INTEGERS = ("1.5", "1e-1", "abc", "", "1e999", "1e17", "nan", "true")
+ONCE = "expected one value of factor; give it once"
+SCALING = {"rope_type": "linear", "factor": 2.0}
+READ: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"micro_batch_size": 4}, ("--micro-batch-size 4", "--micro_batch_size 4", "--micro-batch-size=4", "--micro_batch_size=4")),
+    ({"micro_batch_size": 4}, ("micro_batch_size: 4", "micro-batch-size: 4", "training:\n  micro-batch_size: 4")),
+    ({"seed": 2 * 10**8}, ("--seed 200000000", "--seed 2e8", "seed: 2e8")),
+    ({"seed": 2500}, ("--seed 2.5e3", "seed: 2.5e3", "--seed 2_500", "seed: 2_500")),
+    ({"seed": -3}, ("--seed -3", "seed: -3")),
+    ({"lr": 1.0}, ("--lr 1",)),
+    ({"lr": 2e-4, "min_lr": 1e-5}, ("lr: 2e-4\nmin_lr: 1.0e-5",)),  # a YAML 1.1 reader takes 2e-4 for text: no dot
+    ({"lr": 1.0, "bf16": True}, ("--bf16 --lr 1", "--bf16 true --lr 1", "--bf16=yes --lr 1", "bf16: yes\nlr: 1")),
+    ({"progress_bar": False}, ("--no-progress-bar", "--no_progress_bar", "--progress-bar False", "--progress-bar=off", "progress_bar: false")),
+    ({"lr_decay_style": "cosine"}, ("--lr-decay-style cosine",)),
+    ({"data_path": ("corpus/a b",)}, ("--data-path 'corpus/a b'",)),
+    ({"data_path": ("--odd",)}, ("--data-path=--odd",)),
+    ({"data_path": ("007",)}, ("data_path: 007\nsave: null\nload: ~\nsplit: 969,30,1",)),
+    ({"eos_token_id": 2}, ("--eos-token-id 2", "eos_token_id: 2")),
+    ({"rope_scaling": SCALING}, (f"--rope-scaling '{json.dumps(SCALING)}'", "model:\n  rope_scaling:\n    rope_type: linear\n    factor: 2.0")),
+    ({"pipeline_layer_split": (3, 10)}, ("--pipeline-layer-split 3 10", "pipeline_layer_split: [3, 1_0]")),
+    ({"freeze": ("*.mlp.*", "*norm*")}, ("--freeze *.mlp.* *norm*", "freeze: ['*.mlp.*', '*norm*']")),
+    ({"lr": 3.0, "param_group": ("a*: lr=1", "b: lr=2", "c: lr=1")}, ("--param-group 'a*: lr=1' 'b: lr=2' --lr 3 --param-group 'c: lr=1'",)),
+    ({"param_group": ("a*: lr=1, weight_decay=0", "b: lr=2")}, ("param_group: ['a*: lr=1, weight_decay=0', 'b: lr=2']",)),
+    (
+        {"virtual_pipeline_model_parallel_size": 2, "fp16": True, "initial_loss_scale": 4096.0},
+        ("--num-virtual-stages-per-pipeline-rank 2 --fp16 --initial-loss-scale 4096",),
+    ),
+    (
+        {"preset": "llama3-8b", "num_hidden_layers": 4, "tensor_model_parallel_size": 2, "nodes": 2, "gpus_per_node": 8, "seq_length": 128},
+        (
+            "model: {preset: llama3-8b, num-layers: 4}\nparallel:\n  tensor-model-parallel-size: 2\n"
+            "launch: {nodes: 2, gpus_per_node: 8}\noptimizer: {}\nseq_length: 128",
+        ),
+    ),
+    ({"seed": 3}, ("training:\noptimizer:\nmodel:\nlora:\nseed: 3",)),
+    ({"tie_word_embeddings": True}, ("untie_embeddings_and_output_weights: false\nswiglu: true\nattention-dropout: 0.0",)),
+    ({}, ("# only a comment", "--lr 3e-4")),
+]  # fmt: skip
+"""What differs from the defaults, and command lines and files that say so."""
 
 
-@pytest.mark.parametrize(
-    "argv", [["--micro-batch-size", "4"], ["--micro_batch_size", "4"], ["--micro-batch_size=4"], ["--micro_batch_size=4"]]
-)
-def test_spellings_of_a_flag(argv: list[str]) -> None:
-    parsed = run(*argv)
-    assert parsed.get(TrainingConfig).micro_batch_size == 4
-    assert parsed.explicit == {"micro_batch_size"}
-    assert parsed.differences() == {"micro_batch_size": 4}
+def given(text: str, folder: Path) -> list[str]:
+    return shlex.split(text) if text.startswith("-") else ["--config", yaml_file(folder, text + "\n")]
 
 
-@pytest.mark.parametrize("key", ["micro_batch_size", "micro-batch-size", "micro-batch_size"])
-def test_spellings_of_a_yaml_key(tmp_path: Path, key: str) -> None:
-    for text in (f"{key}: 4\n", f"training:\n  {key}: 4\n"):
-        assert run("--config", yaml_file(tmp_path, text)).get(TrainingConfig).micro_batch_size == 4
+@pytest.mark.parametrize(("expected", "texts"), READ)
+def test_what_is_read(expected: dict[str, Any], texts: tuple[str, ...], tmp_path: Path) -> None:
+    for text in texts:
+        parsed = run(*given(text, tmp_path))
+        found = parsed.differences()
+        assert found == expected and parsed.explicit >= found.keys() and (parsed.notes == () or "swiglu" in text)
+        assert [type(found[name]) for name in found] == [type(expected[name]) for name in found]
 
 
-@pytest.mark.parametrize(("text", "value"), [("200000000", 2 * 10**8), ("2e8", 2 * 10**8), ("1_000", 1000), ("2.5e3", 2500), ("-3", -3)])
-def test_integers(tmp_path: Path, text: str, value: int) -> None:
-    from_flag = run("--seed", text).get(TrainingConfig).seed
-    from_yaml = run("--config", yaml_file(tmp_path, f"seed: {text}")).get(TrainingConfig).seed
-    assert (from_flag, from_yaml) == (value, value)
-    assert type(from_flag) is type(from_yaml) is int
-
-
-@pytest.mark.parametrize("text", ["1.5", "1e-1", "abc", "", "1e999", "1e17", "nan", "true"])
-def test_no_integers(tmp_path: Path, text: str) -> None:
-    [problem] = refusal(f"--seed={text}")
-    assert problem == f"--seed: got {text}, expected an integer such as 4, 1_000 or 2e8; correct the value"
-    [problem] = refusal("--config", yaml_file(tmp_path, f"bf16: true\nseed: '{text}'\n"))
-    assert "run.yaml:2 seed: got" in problem
-
-
-def test_floats(tmp_path: Path) -> None:
-    assert run("--lr", "3e-4").get(OptimizerConfig).lr == 3e-4
-    assert run("--lr", "1").get(OptimizerConfig).lr == 1.0
-    # A YAML 1.1 reader takes 3e-4 for text: no dot.
-    assert run("--config", yaml_file(tmp_path, "lr: 3e-4\nmin_lr: 1.0e-5\n")).get(OptimizerConfig) == OptimizerConfig(lr=3e-4, min_lr=1e-5)
-    for text in ("nan", "inf", "-inf", "1e999", "fast"):
-        assert refusal("--lr", text) == [f"--lr: got {text}, expected a number such as 0.1 or 3e-4; correct the value"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "value"),
-    [
-        (["--progress-bar"], True),
-        (["--progress-bar", "true"], True),
-        (["--progress_bar=yes"], True),
-        (["--no-progress-bar"], False),
-        (["--no_progress_bar"], False),
-        (["--progress-bar", "False"], False),
-        (["--progress-bar=off"], False),
-    ],
-)
-def test_booleans_on_the_command_line(argv: list[str], value: bool) -> None:
-    parsed = run("--seed", "1", *argv, "--lr", "1")
-    assert parsed.get(LogConfig).progress_bar is value
-    assert parsed.explicit == {"seed", "progress_bar", "lr"}
-
-
-def test_booleans_in_yaml(tmp_path: Path) -> None:
-    parsed = run("--config", yaml_file(tmp_path, "bf16: true\nsequence_parallel: yes\nprogress_bar: false\n"))
-    assert parsed.differences() == {"bf16": True, "sequence_parallel": True, "progress_bar": False}
-    [problem] = refusal("--config", yaml_file(tmp_path, "bf16: 7\n"))
-    assert problem.endswith("run.yaml:1 bf16: got 7, expected true or false; correct the value")
-    assert refusal("--bf16", "maybe") == ["--bf16: got maybe, expected true or false; correct the value"]
-    assert refusal("--no-bf16", "true") == ["--no-bf16: got true, expected no value; give --no-bf16 or --bf16 true|false"]
-
-
-def test_choices() -> None:
-    assert run("--lr-decay-style", "cosine").get(OptimizerConfig).lr_decay_style == "cosine"
-    [problem] = refusal("--lr-decay-style", "cosin")
-    assert problem == "--lr-decay-style: got cosin, expected one of constant, linear, cosine, WSD; did you mean cosine?"
-
-
-def test_optional_text(tmp_path: Path) -> None:
-    assert run("--data-path", "corpus/a b").get(DataConfig).data_path == ("corpus/a b",)
-    assert run("--data-path=--odd").get(DataConfig).data_path == ("--odd",)
-    parsed = run("--config", yaml_file(tmp_path, "data_path: 007\nsave: null\nload: ~\nsplit: 969,30,1\n"))
-    assert parsed.get(DataConfig) == DataConfig(data_path=("007",))
-    assert parsed.get(CheckpointConfig).save is None
-    assert parsed.explicit == {"data_path", "save", "load", "split"}
-    [problem] = refusal("--config", yaml_file(tmp_path, "split: null\n"))
-    assert "run.yaml:1 split: got null, expected text" in problem
-
-
-def test_optional_integers(tmp_path: Path) -> None:
-    assert run("--eos-token-id", "2").get(ModelConfig).eos_token_id == 2
-    path = yaml_file(tmp_path, "eos_token_id: 2\n")
-    assert run("--config", path, "--eos-token-id", "null").get(ModelConfig).eos_token_id is None
-    [problem] = refusal("--eos-token-id", "</s>")
-    assert problem == "--eos-token-id: got </s>, expected an integer such as 4, 1_000 or 2e8 or null; correct the value"
-
-
-def test_mappings(tmp_path: Path) -> None:
-    scaling = {"rope_type": "linear", "factor": 2.0}
-    assert run("--rope-scaling", json.dumps(scaling)).get(ModelConfig).rope_scaling == scaling
-    text = "model:\n  rope_scaling:\n    rope_type: linear\n    factor: 2.0\n"
-    assert run("--config", yaml_file(tmp_path, text)).get(ModelConfig).rope_scaling == scaling
-    assert run("--config", yaml_file(tmp_path, text), "--rope-scaling", "null").get(ModelConfig).rope_scaling is None
-    for wrong in ("linear", "[1]", "{"):
-        [problem] = refusal("--rope-scaling", wrong)
-        assert problem.startswith(f"--rope-scaling: got {wrong}, expected a mapping (on the command line JSON")
+def test_what_is_given_counts_though_it_is_the_default(tmp_path: Path) -> None:
+    assert run("--lr", "3e-4").explicit == {"lr"} and run().explicit == frozenset()
+    file = yaml_file(tmp_path, "data_path: x\nsave: null\nload: ~\nsplit: 969,30,1\n")
+    assert run("--config", file).explicit == {"data_path", "save", "load", "split"}
 
 
 def test_several_words(tmp_path: Path) -> None:
     sections = [GenerateConfig]
     parsed = run("--load", "run", "--prompt", "Once upon", "a time", "-1", "--temperature", "-0.5", "--greedy", sections=sections)
     assert parsed.get(GenerateConfig) == GenerateConfig("run", ("Once upon", "a time", "-1"), -0.5, True)
-    parsed = run("--load=run", "--prompt=--x", sections=sections)
-    assert parsed.get(GenerateConfig).prompt == ("--x",)
-    parsed = run("--config", yaml_file(tmp_path, "load: run\ngenerate: {prompt: [a, 'b c']}\n"), sections=sections)
-    assert parsed.get(GenerateConfig).prompt == ("a", "b c")
-    parsed = run("--config", yaml_file(tmp_path, "load: run\nprompt: a b\n"), sections=sections)
-    assert parsed.get(GenerateConfig).prompt == ("a b",)
-    assert refusal("--load", "run", "--prompt", sections=sections) == [
-        "--prompt: got nothing, expected one or more, separated by spaces: text; correct the value"
-    ]
+    assert run("--load=run", "--prompt=--x", sections=sections).get(GenerateConfig).prompt == ("--x",)
+    for text, prompt in (("load: run\ngenerate: {prompt: [a, 'b c']}\n", ("a", "b c")), ("load: run\nprompt: a b\n", ("a b",))):
+        assert run("--config", yaml_file(tmp_path, text), sections=sections).get(GenerateConfig).prompt == prompt
 
 
-def test_several_integers(tmp_path: Path) -> None:
-    assert run("--pipeline-layer-split", "3", "1").get(ParallelConfig).pipeline_layer_split == (3, 1)
-    parsed = run("--config", yaml_file(tmp_path, "pipeline_layer_split: [3, 1_0]\n"))
-    assert parsed.get(ParallelConfig).pipeline_layer_split == (3, 10)
-    expected = "expected one or more, separated by spaces: an integer such as 4, 1_000 or 2e8"
-    assert refusal("--pipeline-layer-split", "x") == [f"--pipeline-layer-split: got x, {expected}; correct the value"]
-    for given in (["3,1"], ["3,", "1"], ["3 1"]):
-        assert refusal("--pipeline-layer-split", *given) == [
-            f"--pipeline-layer-split: got {' '.join(given)}, {expected}; separate them by spaces: --pipeline-layer-split 3 1"
-        ]
-    for text in ("3,1", "3 1", "'3, 1'"):
-        [problem] = refusal("--config", yaml_file(tmp_path, f"pipeline_layer_split: {text}\n"))
-        assert problem.endswith("; write [3, 1]")
-    assert refusal("--pipeline-layer-split", "3", "x") == [f"--pipeline-layer-split: got 3 x, {expected}; correct the value"]
+REFUSED: list[tuple[str, tuple[str, ...]]] = [
+    *((f"--seed={text}", (f"--seed: got {text}, expected {INTEGER}; correct the value",)) for text in NO_INTEGERS),
+    *((f"bf16: true\nseed: '{text}'", ("PATH:2 seed: got",)) for text in ("1.5", "", "1e999", "true")),
+    *((f"--lr={text}", (f"--lr: got {text}, expected {NUMBER}; correct the value",)) for text in ("nan", "inf", "-inf", "1e999", "fast")),
+    ("bf16: 7", ("PATH:1 bf16: got 7, expected true or false; correct the value",)),
+    ("--bf16 maybe", ("--bf16: got maybe, expected true or false; correct the value",)),
+    ("--no-bf16 true", ("--no-bf16: got true, expected no value; give --no-bf16 or --bf16 true|false",)),
+    ("--lr-decay-style cosin", ("--lr-decay-style: got cosin, expected one of constant, linear, cosine, WSD; did you mean cosine?",)),
+    ("split: null", ("PATH:1 split: got null, expected text",)),
+    ("--eos-token-id </s>", (f"--eos-token-id: got </s>, expected {INTEGER} or null; correct the value",)),
+    *((f"--rope-scaling {text}", (f"--rope-scaling: got {text}, expected a mapping (on the command line JSON",)) for text in ("linear", "[1]", "{")),
+    ("--pipeline-layer-split", (f"--pipeline-layer-split: got nothing, expected {SPLIT}; correct the value",)),
+    ("--pipeline-layer-split x", (f"--pipeline-layer-split: got x, expected {SPLIT}; correct the value",)),
+    ("--pipeline-layer-split 3 x", (f"--pipeline-layer-split: got 3 x, expected {SPLIT}; correct the value",)),
+    *(
+        (f"--pipeline-layer-split {text}", (f"got {text.strip(QUOTE)}, expected {SPLIT}; separate them by spaces: --pipeline-layer-split 3 1",))
+        for text in ("3,1", "3, 1", "'3 1'")
+    ),
+    *((f"pipeline_layer_split: {text}", ("; write [3, 1]",)) for text in ("3,1", "3 1", "'3, 1'")),
+    *(
+        (f"param_group: {text}", ("; put a text with a colon in it in quotes",))
+        for text in ("\n  - embed*: lr=1e-3, weight_decay=0", "\n  - embed*: 3\n  - a", "{'embed*': 3}")
+    ),
+    ("param_group: [a, null]", ("; correct the value",)),
+    (
+        "training:\n  seq_length: 8\n  lr: 1\n  rotary-base: 1\n  sequence_parallel_: true",
+        (
+            "PATH:3 lr: got it under training:, expected it under optimizer: or at the top; move it",
+            "PATH:4 rotary-base: got it under training:, expected it under model: or at the top; move it",
+            "PATH:5 sequence_parallel_: got an unknown key, expected an option of this command; did you mean sequence_parallel?",
+        ),
+    ),
+    (
+        "# comment\nmicro_batchsize: 4\nfrobnicate: 1\noptimiser: {lr: 1}\ntraining: 3",
+        (
+            f"PATH:2 micro_batchsize: {KEY}; did you mean micro_batch_size?",
+            f"PATH:3 frobnicate: {KEY}; --help lists the options; docs/migrating.md has the names of other trainers",
+            f"PATH:4 optimiser: {KEY}; did you mean optimizer?",
+            f"PATH:5 training: {KEY}; write its options below it, as in training: {{option: value}}",
+        ),
+    ),
+    (
+        "--num-layer 4 --lr-warmup 3 --bf-16 --batch-size 8 --l 1",
+        (
+            f"--num-layer: {UNKNOWN}; did you mean --num-layers?",
+            f"--lr-warmup: {UNKNOWN}; did you mean --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction?",
+            f"--bf-16: {UNKNOWN}; did you mean --bf16?",
+            f"--batch-size: {UNKNOWN}; did you mean --micro-batch-size, --global-batch-size or --rampup-batch-size?",
+            f"--l: {UNKNOWN}; --help lists the options; docs/migrating.md has the names of other trainers",
+        ),
+    ),
+    ("- train -lr 3", (f"command line: got - train -lr 3, {STRAY}",)),
+    ("--lr=3 4 --seed 1", (f"command line: got 4, {STRAY}",)),
+    ("--lr 1 --lr fast", (f"--lr: got fast, expected {NUMBER}; correct the value",)),
+    (
+        "num_layers: 4\nmodel:\n  num-hidden-layers: 5\nlr: 1\nlr: 2",
+        (
+            "PATH:3 num-hidden-layers: got 5 after 4 (PATH:1 num_layers), expected one value of num_hidden_layers; give it once",
+            "PATH:5 lr: got 2.0 after 1.0 (PATH:4 lr), expected one value of lr; give it once",
+        ),
+    ),
+    ("model:\n  rope_scaling:\n    factor: 8.0\n    rope_type: linear\n    factor: 2.0", (f"PATH:5 factor: got it again after line 3, {ONCE}",)),
+    ("rope_scaling: {factor: 8.0, rope_type: linear, factor: 8.0}", (f"PATH:1 factor: got it again after line 1, {ONCE}",)),
+    ("""--rope-scaling '{"rope_type": "linear", "factor": 8.0, "factor": 2.0}'""", ("; factor stands there twice: give it once",)),
+    ("--config none.yaml", ("--config none.yaml: got",)),
+    ("--config /", ("a readable YAML file",)),
+    ("lr: 1\nseed: [1\nbf16: true", ("PATH:3: got ",)),
+    ("\n- lr", ("PATH:2: got something else, expected key: value lines",)),
+    *((words, ("--config: got ",)) for words in ("--config", "--config a b", "--config a --config b")),
+]  # fmt: skip
+"""A command line or a file, and a part of each problem."""
 
 
-@pytest.mark.parametrize("given", ["\n  - embed*: lr=1e-3, weight_decay=0", "\n  - embed*: 3\n  - a", "{'embed*': 3}"])
-def test_a_text_with_a_colon_needs_quotes(given: str, tmp_path: Path) -> None:
-    [problem] = refusal("--config", yaml_file(tmp_path, f"param_group: {given}\n"))
-    assert "param_group: got " in problem and problem.endswith("; put a text with a colon in it in quotes")
-    [problem] = refusal("--config", yaml_file(tmp_path, "param_group: [a, null]\n"))
-    assert problem.endswith("; correct the value")
+@pytest.mark.parametrize(("text", "problems"), REFUSED)
+def test_what_is_refused(text: str, problems: tuple[str, ...], tmp_path: Path) -> None:
+    for problem, expected in zip(refusal(*given(text, tmp_path)), problems, strict=True):
+        assert expected.replace("PATH", str(tmp_path / "run.yaml")) in problem
 
 
-def test_several_patterns(tmp_path: Path) -> None:
-    assert run("--freeze", "model.embed_tokens.*", "*norm*").get(OptimizerConfig).freeze == ("model.embed_tokens.*", "*norm*")
-    parsed = run("--config", yaml_file(tmp_path, "freeze: ['*.mlp.*', model.norm.weight]\n"))
-    assert parsed.get(OptimizerConfig).freeze == ("*.mlp.*", "model.norm.weight")
-    assert run().get(OptimizerConfig).freeze == ()
-
-
-def test_groups_of_parameters_are_collected(tmp_path: Path) -> None:
-    """In a file they are one list, which those of the command line replace."""
-    parsed = run("--param-group", "a*: lr=1", "b: lr=2", "--lr", "3", "--param-group", "a*: lr=1")
-    assert parsed.get(OptimizerConfig).param_group == ("a*: lr=1", "b: lr=2", "a*: lr=1") and parsed.notes == ()
-    file = yaml_file(tmp_path, "param_group: ['a*: lr=1, weight_decay=0', 'b: lr=2']\n")
-    assert run("--config", file).get(OptimizerConfig).param_group == ("a*: lr=1, weight_decay=0", "b: lr=2")
-    assert run("--config", file, "--param-group", "c: lr=1").get(OptimizerConfig).param_group == ("c: lr=1",)
-
-
-def test_pipeline_and_precision_flags_of_megatron() -> None:
-    parsed = run("--num-virtual-stages-per-pipeline-rank", "2", "--fp16", "--initial-loss-scale", "4096")
-    assert parsed.get(ParallelConfig) == ParallelConfig(virtual_pipeline_model_parallel_size=2)
-    assert parsed.get(TrainingConfig) == TrainingConfig(fp16=True, initial_loss_scale=4096.0)
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"lr: \xff\n")
+    [problem] = refusal("--config", str(tmp_path / "run.yaml"))
+    assert problem.endswith("expected a readable YAML file; check the path")
 
 
 def test_required_options_and_one_word_options() -> None:
@@ -268,64 +246,15 @@ def test_a_command_knows_only_its_own_options_and_aliases() -> None:
 
 
 def test_flags_win_over_yaml(tmp_path: Path) -> None:
+    """Also with null, and of a list all of it."""
+    file = yaml_file(tmp_path, "eos_token_id: 2\nrope_scaling: {rope_type: linear, factor: 2.0}\nparam_group: ['a: lr=1']\n")
+    found = run("--config", file, "--eos-token-id", "null", "--rope-scaling", "null", "--param-group", "c: lr=1").differences()
+    assert found == {"param_group": ("c: lr=1",)}
     path = yaml_file(tmp_path, "lr: 1.0\nmin_lr: 0.5\nmodel: llama3-8b\n")
     parsed = run("--lr", "2", "--config", path, "--preset", "llama2-7b")
     assert parsed.get(OptimizerConfig) == OptimizerConfig(lr=2.0, min_lr=0.5)
     assert parsed.get(ModelConfig).preset == "llama2-7b"
     assert dict(parsed.sources) == {"lr": "--lr", "min_lr": f"{path}:2 min_lr", "preset": "--preset"}
-
-
-def test_a_default_that_is_restated_is_explicit() -> None:
-    parsed = run("--lr", "3e-4")
-    assert parsed.explicit == {"lr"}
-    assert parsed.differences() == {}
-
-
-def test_differences_of_instances() -> None:
-    assert differences([OptimizerConfig(lr=1.0), LaunchConfig(nodes=2)]) == {"lr": 1.0, "nodes": 2}
-
-
-def test_groups_in_yaml(tmp_path: Path) -> None:
-    text = """
-model: {preset: llama3-8b, num-layers: 4}
-parallel:
-  tensor-model-parallel-size: 2
-launch: {nodes: 2, gpus_per_node: 8}
-optimizer: {}
-seq_length: 128
-"""
-    parsed = run("--config", yaml_file(tmp_path, text))
-    assert parsed.get(ModelConfig) == ModelConfig(preset="llama3-8b", num_hidden_layers=4)
-    assert parsed.get(ParallelConfig) == ParallelConfig(tensor_model_parallel_size=2)
-    assert parsed.get(LaunchConfig) == LaunchConfig(nodes=2, gpus_per_node=8)
-    assert parsed.get(TrainingConfig) == TrainingConfig(seq_length=128)
-    path = yaml_file(tmp_path, "training:\n  seq_length: 8\n  lr: 1\n  rotary-base: 1\n  sequence_parallel_: true\n")
-    assert refusal("--config", path) == [
-        f"{path}:3 lr: got it under training:, expected it under optimizer: or at the top; move it",
-        f"{path}:4 rotary-base: got it under training:, expected it under model: or at the top; move it",
-        f"{path}:5 sequence_parallel_: got an unknown key, expected an option of this command; did you mean sequence_parallel?",
-    ]
-
-
-UNKNOWN = "got an unknown flag, expected an option of this command"
-
-
-def test_unknown_names_are_answered_with_what_is_near(tmp_path: Path) -> None:
-    path = yaml_file(tmp_path, "# comment\nmicro_batchsize: 4\nfrobnicate: 1\noptimiser: {lr: 1}\ntraining: 3\n")
-    unknown = "got an unknown key, expected an option of this command"
-    assert refusal("--config", path) == [
-        f"{path}:2 micro_batchsize: {unknown}; did you mean micro_batch_size?",
-        f"{path}:3 frobnicate: {unknown}; --help lists the options; docs/migrating.md has the names of other trainers",
-        f"{path}:4 optimiser: {unknown}; did you mean optimizer?",
-        f"{path}:5 training: {unknown}; write its options below it, as in training: {{option: value}}",
-    ]
-    assert refusal("--num-layer", "4", "--lr-warmup", "3", "--bf-16", "--batch-size", "8", "--l", "1") == [
-        f"--num-layer: {UNKNOWN}; did you mean --num-layers?",
-        f"--lr-warmup: {UNKNOWN}; did you mean --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction?",
-        f"--bf-16: {UNKNOWN}; did you mean --bf16?",
-        f"--batch-size: {UNKNOWN}; did you mean --micro-batch-size, --global-batch-size or --rampup-batch-size?",
-        f"--l: {UNKNOWN}; --help lists the options; docs/migrating.md has the names of other trainers",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -366,12 +295,6 @@ def test_options_of_other_commands_are_named_with_them() -> None:
         parse(["--prompt", "3"], SECTIONS, aliases=MEGATRON, owners=lambda name: owners.get(name, ()))
 
 
-def test_words_without_a_flag() -> None:
-    expected = "expected --option value; write a flag before it (flags start with two dashes)"
-    assert refusal("train", "-lr", "3") == [f"command line: got train -lr 3, {expected}"]
-    assert refusal("--lr=3", "4", "--seed", "1") == [f"command line: got 4, {expected}"]
-
-
 def test_of_a_repeated_flag_the_last_one_counts() -> None:
     parsed = run(
         "--lr", "1", "--num-layers=4", "--bf16", "--data-path", "a", "b", "--lr", "2", "--no-bf16", "--data-path", "c", "--lr", "3"
@@ -390,26 +313,6 @@ def test_of_a_repeated_flag_the_last_one_counts() -> None:
     assert parsed.get(ModelConfig).num_hidden_layers == 5 and len(parsed.notes) == 1
     same = run("--lr", "1", "--lr", "1.0", "--num-layers", "4", "--num-hidden-layers", "4")
     assert same.notes == ()
-    problems = refusal("--lr", "1", "--lr", "fast")
-    assert problems == ["--lr: got fast, expected a number such as 0.1 or 3e-4; correct the value"]
-
-
-def test_a_file_says_everything_once(tmp_path: Path) -> None:
-    path = yaml_file(tmp_path, "num_layers: 4\nmodel:\n  num-hidden-layers: 5\nlr: 1\nlr: 2\n")
-    assert refusal("--config", path) == [
-        f"{path}:3 num-hidden-layers: got 5 after 4 ({path}:1 num_layers), expected one value of num_hidden_layers; give it once",
-        f"{path}:5 lr: got 2.0 after 1.0 ({path}:4 lr), expected one value of lr; give it once",
-    ]
-    path = yaml_file(tmp_path, "model:\n  rope_scaling:\n    factor: 8.0\n    rope_type: linear\n    factor: 2.0\n")
-    assert refusal("--config", path) == [f"{path}:5 factor: got it again after line 3, expected one value of factor; give it once"]
-    path = yaml_file(tmp_path, "rope_scaling: {factor: 8.0, rope_type: linear, factor: 8.0}\n")
-    assert refusal("--config", path) == [f"{path}:1 factor: got it again after line 1, expected one value of factor; give it once"]
-    [problem] = refusal("--rope-scaling", '{"rope_type": "linear", "factor": 8.0, "factor": 2.0}')
-    assert problem.endswith("; factor stands there twice: give it once")
-
-
-def test_an_empty_section_is_no_problem(tmp_path: Path) -> None:
-    assert run("--config", yaml_file(tmp_path, "training:\noptimizer:\nmodel:\nlora:\nseed: 3\n")).explicit == {"seed"}
 
 
 def test_megatron_names() -> None:
@@ -423,12 +326,7 @@ def test_megatron_names() -> None:
     )
     parsed = run(*argv.split())
     model = ModelConfig(
-        preset="llama3-8b",
-        num_hidden_layers=4,
-        intermediate_size=64,
-        num_key_value_heads=2,
-        rms_norm_eps=1e-6,
-        rope_theta=500000.0,
+        preset="llama3-8b", num_hidden_layers=4, intermediate_size=64, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=500000.0,
         initializer_range=0.01,
     )
     assert parsed.get(ModelConfig) == model
@@ -493,13 +391,6 @@ def test_flags_of_megatron_lm_that_are_not_needed() -> None:
     assert refusal("--load=x", "--num-workers", "4", sections=[GenerateConfig]) == [f"--num-workers: {UNKNOWN}; --help lists the options"]
 
 
-def test_megatron_switches_in_yaml(tmp_path: Path) -> None:
-    path = yaml_file(tmp_path, "untie_embeddings_and_output_weights: false\nswiglu: true\nattention-dropout: 0.0\n")
-    parsed = run("--config", path)
-    assert parsed.differences() == {"tie_word_embeddings": True}
-    assert parsed.explicit == {"tie_word_embeddings"}
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -528,29 +419,6 @@ def test_megatron_switches_in_yaml(tmp_path: Path) -> None:
 def test_megatron_refusals(argv: str, message: str) -> None:
     [problem] = refusal(*argv.split())
     assert message in problem and ": accepted" not in problem
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    [problem] = refusal("--config", str(tmp_path / "none.yaml"))
-    assert problem.startswith(f"--config {tmp_path}/none.yaml: got") and problem.endswith("expected a readable YAML file; check the path")
-    [problem] = refusal("--config", str(tmp_path))
-    assert "a readable YAML file" in problem
-    (tmp_path / "run.yaml").write_bytes(b"lr: \xff\n")
-    [problem] = refusal("--config", str(tmp_path / "run.yaml"))
-    assert "a readable YAML file" in problem
-    path = yaml_file(tmp_path, "lr: 1\nseed: [1\nbf16: true\n")
-    [problem] = refusal("--config", path)
-    assert problem.startswith(f"{path}:3: got ") and "expected valid YAML" in problem
-    path = yaml_file(tmp_path, "\n- lr\n")
-    [problem] = refusal("--config", path)
-    assert problem.startswith(f"{path}:2: got ") and "key: value" in problem
-    assert run("--config", yaml_file(tmp_path, "# only a comment\n")).explicit == frozenset()
-
-
-@pytest.mark.parametrize("argv", [["--config"], ["--config", "a", "b"], ["--config", "a", "--config", "b"]])
-def test_one_configuration_file(argv: list[str]) -> None:
-    [problem] = refusal(*argv)
-    assert problem.startswith("--config: got ") and problem.endswith("expected one YAML file; give --config FILE once")
 
 
 def test_all_problems_come_at_once(tmp_path: Path) -> None:
@@ -582,11 +450,6 @@ def test_reading_options_loads_nothing_slow() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
-
-
-def test_literals_are_held_by_annotations() -> None:
-    # A reader of the manual sees the choices; they come from the annotation, not from a second list.
-    assert options_of([ParallelConfig])["pipeline_schedule"].kind == Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 
 
 @pytest.mark.parametrize(

@@ -83,21 +83,10 @@ class Run:
 def options_of(run: Run, data: str, **others: Any) -> dict[str, Any]:
     """The same run here."""
     return {
-        "data_path": data,
-        "split": "100,0,0",
-        "seq_length": run.seq_length,
-        "micro_batch_size": run.micro_batch_size,
-        "global_batch_size": run.global_batch_size,
-        "train_iters": run.train_iters,
-        "lr": run.lr,
-        "min_lr": run.min_lr,
-        "lr_decay_style": "cosine",
-        "weight_decay": run.weight_decay,
-        "adam_beta1": run.adam_betas[0],
-        "adam_beta2": run.adam_betas[1],
-        "clip_grad": run.clip_grad,
-        "log_interval": 1,
-        **others,
+        "data_path": data, "split": "100,0,0", "seq_length": run.seq_length, "micro_batch_size": run.micro_batch_size,
+        "global_batch_size": run.global_batch_size, "train_iters": run.train_iters, "lr": run.lr, "min_lr": run.min_lr,
+        "lr_decay_style": "cosine", "weight_decay": run.weight_decay, "adam_beta1": run.adam_betas[0], "adam_beta2": run.adam_betas[1],
+        "clip_grad": run.clip_grad, "log_interval": 1, **others,
     }
 
 
@@ -286,13 +275,8 @@ class Trainer:
             return out.sum(), whole.float()
 
         found: list[Tensor] = get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iter(micro),
-            model=self.wrapped,
-            num_microbatches=count,
-            seq_length=micro[0].shape[1] - 1,
-            micro_batch_size=len(micro[0]),
-            forward_only=forward_only,
+            forward_step_func=forward, data_iterator=iter(micro), model=self.wrapped, num_microbatches=count,
+            seq_length=micro[0].shape[1] - 1, micro_batch_size=len(micro[0]), forward_only=forward_only,
         )
         return found
 

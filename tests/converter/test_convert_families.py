@@ -10,19 +10,19 @@ import torch
 from megatron_llama.checkpoint.meta import model_changes, model_differences
 from megatron_llama.checkpoint.native import read_meta
 from megatron_llama.cli import main
-from megatron_llama.config.schema import ModelConfig
 from megatron_llama.converter.verify.fields import field_differences
 from megatron_llama.model.hf import model_config_from_hf, read_hf_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.checkpoint.model_folders.test_hf import tensors, through_a_checkpoint
-from tests.converter.converting import convert, identical, loaded, rank_file, refusal
+from tests.converter.converting import assert_same_model, convert, loaded, rank_file, refusal, rewrite
 from tests.converter.test_convert_foreign import logits_of_megatron_core
 from tests.harness import Cluster
 from tests.torch_twin import drawn
 
 Capture = pytest.CaptureFixture[str]
 SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8}
+SIZES |= {"num_key_value_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
 MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 SCALED = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0], "original_max_position_embeddings": 16}
 MODELS: dict[str, dict[str, Any]] = {
@@ -41,32 +41,22 @@ MEGATRON = ("llama with biases", "mistral", "qwen2", "qwen3", "phi3")
 
 
 def fields_of(name: str) -> dict[str, Any]:
-    return SIZES | {"num_key_value_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2} | MODELS[name]
+    return SIZES | MODELS[name]
 
 
-def model_of(name: str) -> ModelConfig:
-    return model_config_from_hf(fields_of(name), where=name)
-
-
-def folder_of(name: str, folder: Path) -> Path:
+def saved(fields: dict[str, Any], folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """A small model as transformers saves it, no two of its numbers alike in any vector."""
-    fields = fields_of(name)
-    model_type = fields.pop("model_type")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
+    others = {name: value for name, value in fields.items() if name != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields["model_type"], **others))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.1)
-    model.save_pretrained(folder, max_shard_size="100KB")
+    model.to(dtype).save_pretrained(folder, max_shard_size="100KB")
     return folder
 
 
-def assert_same_model(found: Path, expected: Path, *, but: tuple[str, ...] = ()) -> None:
-    """Two HuggingFace folders: every tensor bit for bit, and every field of the model ``but`` some."""
-    ours, theirs = tensors(found), tensors(expected)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not identical(ours[name], theirs[name])] == []
-    one, other = (replace(read_hf_config(folder), **dict.fromkeys(but)) for folder in (found, expected))
-    assert one == other
+def folder_of(name: str, folder: Path) -> Path:
+    return saved(fields_of(name), folder)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -116,10 +106,7 @@ def test_the_arguments_of_megatron_lm_are_enough(name: str, tmp_path: Path) -> N
     run = convert(original, tmp_path / "run", "--to", "megatron")
     content = loaded(rank_file(run))
     assert {field: getattr(content["args"], field) for field in ARGS[name]} == ARGS[name]
-    del content["args"].hf_config
-    torch.save(content, rank_file(run))
-    for sums in run.rglob("SHA256SUMS"):
-        sums.unlink()
+    rewrite(rank_file(run), lambda content: delattr(content["args"], "hf_config"))
     back = convert(run, tmp_path / "back", "--to", "hf", "--vocab-size", "300")
     assert_same_model(back, original, but=("bos_token_id", "eos_token_id", "pad_token_id"))
 
@@ -127,12 +114,12 @@ def test_the_arguments_of_megatron_lm_are_enough(name: str, tmp_path: Path) -> N
 def test_more_layers_than_there_may_be_are_not_listed(tmp_path: Path, capsys: Capture) -> None:
     """Of a file that says with one number which layers have a window."""
     run = convert(folder_of("qwen3", tmp_path / "original"), tmp_path / "run", "--to", "megatron")
-    content = loaded(rank_file(run))
-    del content["args"].hf_config
-    content["args"].num_layers, content["args"].window_attn_skip_freq = 2**31 - 1, 2
-    torch.save(content, rank_file(run))
-    for sums in run.rglob("SHA256SUMS"):
-        sums.unlink()
+
+    def many(content: Any) -> None:
+        del content["args"].hf_config
+        content["args"].num_layers, content["args"].window_attn_skip_freq = 2**31 - 1, 2
+
+    rewrite(rank_file(run), many)
     assert "num_hidden_layers: got 2147483647, expected at most 2,048" in refusal(capsys, run, tmp_path / "out", "--to", "hf")
 
 
@@ -183,11 +170,7 @@ def test_what_a_format_cannot_hold_is_refused_by_name(
 )
 def test_arguments_that_contradict_the_config(name: str, field: str, value: Any, says: str, tmp_path: Path, capsys: Capture) -> None:
     run = convert(folder_of(name, tmp_path / "original"), tmp_path / "run", "--to", "megatron")
-    content = loaded(rank_file(run))
-    setattr(content["args"], field, value)
-    torch.save(content, rank_file(run))
-    for sums in run.rglob("SHA256SUMS"):
-        sums.unlink()
+    rewrite(rank_file(run), lambda content: setattr(content["args"], field, value))
     assert says in refusal(capsys, run, tmp_path / "out", "--to", "hf")
 
 
@@ -238,7 +221,7 @@ def test_a_trainer_imports_and_saves_it(name: str, tmp_path: Path) -> None:
 
 def test_the_fields_that_a_resumed_run_shares() -> None:
     """All that change what is computed; with a rotary scaling that reads it, the longest position too."""
-    model = model_of("phi3, long")
+    model = model_config_from_hf(fields_of("phi3, long"), where="phi3")
     longer = replace(model, max_position_embeddings=128)
     [problem] = model_differences("run", model, longer)
     assert problem.startswith("run max_position_embeddings: got 64, expected 128")

@@ -23,14 +23,8 @@ from tests.checkpoint.model_folders.test_hf import tensors
 from tests.converter.torch_dist import arguments, save
 
 MODEL = ModelConfig(
-    vocab_size=24_000,
-    hidden_size=768,
-    intermediate_size=2048,
-    num_hidden_layers=6,
-    num_attention_heads=12,
-    num_key_value_heads=12,
-    head_dim=64,
-    max_position_embeddings=4096,
+    vocab_size=24_000, hidden_size=768, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=12, num_key_value_heads=12,
+    head_dim=64, max_position_embeddings=4096,
 )
 """A narrow LLaMA: 159 MB in bfloat16, of which the largest tensor is 37 MB."""
 LARGEST = 24_000 * 768 * 2

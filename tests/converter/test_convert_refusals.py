@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,10 @@ from megatron_llama.errors import ConfigError
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.cases import full_disk
-from tests.checkpoint.model_folders.test_hf import same, tensors
+from tests.checkpoint.model_folders.test_hf import tensors
 from tests.checkpoint.model_folders.test_torch_file import Attack
-from tests.converter.converting import LLAMA31, assert_same, convert, hf_folder, loaded, rank_file, refusal
+from tests.converter.converting import LLAMA31, assert_same, convert, hf_folder, rank_file, refusal, rewrite
+from tests.flipped import flip
 from tests.refused import all_refused, refused
 
 Capture = pytest.CaptureFixture[str]
@@ -35,15 +35,6 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hf_folder(tmp_path_factory.mktemp("hf") / "model")
 
 
-def rewrite(path: Path, change: Callable[[Any], object]) -> None:
-    """Change the content of a file, as somebody does who knows of the list of checksums."""
-    for folder in list(path.parents)[:3]:
-        (folder / "SHA256SUMS").unlink(missing_ok=True)
-    content = loaded(path)
-    change(content)
-    torch.save(content, path)
-
-
 def without(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         delattr(args, name)
@@ -51,6 +42,8 @@ def without(args: argparse.Namespace, *names: str) -> None:
 
 TP = "--tensor-model-parallel-size"
 PP = "--pipeline-model-parallel-size"
+TRACKER = "latest_checkpointed_iteration.txt"
+FOLDERS = "checkpoint.model_folders.tracked_folder.find_folder"
 SPLIT = "--pipeline-layer-split"
 
 
@@ -141,6 +134,71 @@ def megatron(hf: Path, tmp_path: Path) -> Path:
     return convert(hf, tmp_path / "megatron", "--to", "megatron", *GRID, "--megatron-layout", "legacy")
 
 
+def content_of(change: Callable[[Any], object], tp: int = 0, pp: int | None = 0) -> Callable[[Path], None]:
+    """Change what the file of a rank holds."""
+    return lambda run: rewrite(rank_file(run, tp, pp), change)
+
+
+def without_stage(run: Path) -> None:
+    for tp in range(2):
+        shutil.rmtree(rank_file(run, tp, 1).parent)
+
+
+def without_layer(content: Any) -> None:
+    for name in [name for name in content["model"] if ".layers.3." in name]:
+        del content["model"][name]
+
+
+GRIDS = {"2 2": (*GRID, "--megatron-layout", "legacy"), "1 2": (PP, "2"), "1 1": (), "legacy": ("--megatron-layout", "legacy"), "meta": ()}
+META = "consolidated.00.pth"
+OF_META: Callable[[Callable[[Any], object]], Callable[[Path], None]] = lambda change: lambda run: rewrite(run / META, change)  # noqa: E731
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str, str, str]] = {
+    "signs of both families": ("2 2", content_of(lambda c: setattr(c["args"], "causal_lm", True)), "reader.family", "", "signs of both "),
+    "another iteration": (
+        "2 2", content_of(lambda c: c.update(iteration=200), 0, 1), "reader.MegatronReader._other_runs",
+        "mp_rank_00_001/model_optim_rng.pt iteration", "200"),
+    "no second stage": ("2 2", without_stage, "reader.MegatronReader._file_problems:2", "", "2"),
+    "two folders of a rank": (
+        "2 2", lambda run: shutil.copytree(rank_file(run, 0, 0).parent, run / "release" / "mp_rank_00"), "reader.rank_files", "mp_rank_00_000", ""),
+    "no file of 0 1": ("2 2", lambda run: rank_file(run, 0, 1).unlink(), "reader.open_files", " tensor rank 0, pipeline rank 1", ""),
+    "no file of 1 0": ("2 2", lambda run: rank_file(run, 1, 0).unlink(), "reader.open_files", " tensor rank 1, pipeline rank 0", ""),
+    "a rank of nine digits, whose missing files are not all listed": (
+        "2 2", lambda run: (run / "release" / "mp_rank_999999999_999").mkdir(), "reader.open_files", "", "no file"),
+    "a tracker of nothing": ("2 2", lambda run: (run / TRACKER).write_text("100"), f"{FOLDERS}:2", TRACKER, "100"),
+    "a tracker out of the folder": ("2 2", lambda run: (run / TRACKER).write_text("../release"), f"{FOLDERS}:2", TRACKER, "../release"),
+    "an empty tracker": ("2 2", lambda run: (run / TRACKER).write_text("\n"), f"{FOLDERS}:2", TRACKER, ""),
+    "no tracker": ("2 2", lambda run: (run / TRACKER).unlink(), FOLDERS, TRACKER, "no readable file"),
+    "heads from before version 2": (
+        "legacy", content_of(lambda c: c.update(checkpoint_version=1.0), pp=None), "reader.MegatronReader._file_problems:4", "", "1.0"),
+    "fewer chunks": (
+        "1 2", content_of(lambda c: c.update(model0=c["model"], model1=c.pop("model"))), "reader.MegatronReader._ordered",
+        "mp_rank_00_001/model_optim_rng.pt", ""),
+    "a window below 0": ("1 1", content_of(lambda c: setattr(c["args"], "window_size", (-2, 0)), pp=None), "args.require_kinds", "", ""),
+    "a version in words": (
+        "1 1", content_of(lambda c: c.update(checkpoint_version="three"), pp=None), "reader.MegatronReader._file_problems:3", "", ""),
+    "no embedding": (
+        "1 1", content_of(lambda c: c["model"].pop("embedding.word_embeddings.weight"), pp=None), "reader.MegatronReader.__init__:2", "", ""),
+    "no fourth layer": ("1 1", content_of(without_layer, pp=None), "reader.MegatronReader._add_tensors:2", "", ""),
+    "Meta's, no embedding": (
+        "meta", OF_META(lambda c: c.pop("tok_embeddings.weight")), "reader.MetaReader._tensor", f"{META} tok_embeddings.weight", ""),
+    "Meta's, no matrix": (
+        "meta", OF_META(lambda c: c.pop("layers.1.attention.wq.weight")), "reader.MetaReader._add_tensors:2",
+        f"{META} layers.1.attention.wq.weight", ""),
+    "Meta's, a bias": ("meta", OF_META(lambda c: c.update({"bias": torch.zeros(3)})), "reader.MetaReader._add_tensors:3", f"{META} bias", ""),
+}  # fmt: skip
+"""How the source is made, what is done to it, the place in the reader that says so, the end of where, and the beginning of what was found."""
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_source_that_is_no_whole_model(hf: Path, tmp_path: Path, capsys: Capture, name: str) -> None:
+    grid, damage, key, where, got = DAMAGES[name]
+    form = "meta" if grid == "meta" else "megatron"
+    source = convert(hf, tmp_path / "source", "--to", form, *GRIDS[grid])
+    damage(source)
+    said = all_refused(refusal(capsys, source, tmp_path / "out", "--to", "hf"))[0]
+    assert said.key.removeprefix(f"converter.{form}.") == key and said.where.endswith(where) and said.got.startswith(got)
+
+
 def test_the_order_of_heads_is_never_guessed(megatron: Path, tmp_path: Path, capsys: Capture) -> None:
     """With the names of both families and the arguments of neither only the user can tell."""
     for tp in range(2):
@@ -156,12 +214,6 @@ def test_the_order_of_heads_is_never_guessed(megatron: Path, tmp_path: Path, cap
     right, wrong = tensors(tmp_path / "right"), tensors(tmp_path / "wrong")
     different = {name.split(".")[-2] for name in right if not torch.equal(right[name], wrong[name])}
     assert different == {"q_proj", "k_proj", "v_proj"}
-
-
-def test_signs_of_both_families(megatron: Path, tmp_path: Path, capsys: Capture) -> None:
-    rewrite(rank_file(megatron, 0, 0), lambda content: setattr(content["args"], "causal_lm", True))
-    said = refused(refusal(capsys, megatron, tmp_path / "out", "--to", "hf"))
-    assert said.key == "converter.megatron.reader.family" and said.got.startswith("signs of both ")
 
 
 def test_files_in_wrong_places(hf: Path, megatron: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -190,43 +242,6 @@ def test_a_file_of_another_model(hf: Path, megatron: Path, tmp_path: Path, capsy
     said, _ = all_refused(refusal(capsys, megatron, tmp_path / "out", "--to", "hf"))
     assert (said.key, said.got) == ("converter.megatron.reader.MegatronReader._other_runs", "128")
     assert said.where.endswith("mp_rank_01_001/model_optim_rng.pt args.ffn_hidden_size")
-
-
-def test_a_file_of_another_iteration(megatron: Path, tmp_path: Path, capsys: Capture) -> None:
-    rewrite(rank_file(megatron, 0, 1), lambda content: content.update(iteration=200))
-    said = refused(refusal(capsys, megatron, tmp_path / "out", "--to", "hf"))
-    assert said.where.endswith("mp_rank_00_001/model_optim_rng.pt iteration") and said.got == "200"
-
-
-@pytest.mark.parametrize(("tp", "pp"), [(0, 1), (1, 0), (1, 1)])
-def test_missing_files(megatron: Path, tmp_path: Path, capsys: Capture, tp: int, pp: int) -> None:
-    rank_file(megatron, tp, pp).unlink()
-    said = refused(refusal(capsys, megatron, tmp_path / "out", "--to", "hf"))
-    assert said.key == "converter.megatron.reader.open_files" and said.where.endswith(f" tensor rank {tp}, pipeline rank {pp}")
-
-
-def test_missing_folders(megatron: Path, tmp_path: Path, capsys: Capture) -> None:
-    for tp in range(2):
-        shutil.rmtree(rank_file(megatron, tp, 1).parent)
-    said = all_refused(refusal(capsys, megatron, tmp_path / "out", "--to", "hf"))[0]
-    assert said.key == "converter.megatron.reader.MegatronReader._file_problems:2" and (said.got, said.expected) == ("2", "1, by the folders")
-
-
-def test_a_folder_that_claims_a_rank_of_nine_digits(megatron: Path, tmp_path: Path, capsys: Capture) -> None:
-    """Missing files are listed as far as they are shown."""
-    (megatron / "release" / "mp_rank_999999999_999").mkdir()
-    said = refusal(capsys, megatron, tmp_path / "out", "--to", "hf")
-    assert "tensor rank 0, pipeline rank 2: got no file" in said or "tensor rank 2, pipeline rank 0: got no file" in said
-    assert "and 999,999,999,986 more" in said
-
-
-def test_trackers_that_lead_nowhere(megatron: Path, tmp_path: Path, capsys: Capture) -> None:
-    tracker = megatron / "latest_checkpointed_iteration.txt"
-    for text in ("100", "../release", "\n"):
-        tracker.write_text(text)
-        assert f"{tracker}: got" in refusal(capsys, megatron, tmp_path / "out", "--to", "hf")
-    tracker.unlink()
-    assert "no readable file" in refusal(capsys, megatron, tmp_path / "out", "--to", "hf")
 
 
 @pytest.mark.parametrize("form", ["megatron", "meta", "bin"])
@@ -334,13 +349,6 @@ def test_arguments_of_other_models(hf: Path, tmp_path: Path, capsys: Capture, na
     assert [(each.got, each.expected) for each in said if each.where.endswith(name)] == [(str(value), expected)]
 
 
-def test_an_order_of_heads_from_before_version_2(hf: Path, tmp_path: Path, capsys: Capture) -> None:
-    source = convert(hf, tmp_path / "source", "--to", "megatron", "--megatron-layout", "legacy")
-    rewrite(rank_file(source), lambda content: content.update(checkpoint_version=1.0))
-    said = refused(refusal(capsys, source, tmp_path / "out", "--to", "hf"))
-    assert (said.key, said.got) == ("converter.megatron.reader.MegatronReader._file_problems:4", "1.0")
-
-
 def test_tensors_that_are_missing_wrong_or_too_many(hf: Path, tmp_path: Path, capsys: Capture) -> None:
     source = convert(hf, tmp_path / "source", "--to", "megatron", "--megatron-layout", "local")
 
@@ -360,53 +368,6 @@ def test_tensors_that_are_missing_wrong_or_too_many(hf: Path, tmp_path: Path, ca
         ("megatron.reader.MegatronReader._add_chunk:2", "decoder.layers.3.self_attention.linear_qkv.bias", "a tensor"),
     }
     assert [each.expected for each in said if each.got == "no such tensor"] == ["model.layers.1.mlp.down_proj.weight of shape (64, 96)"]
-
-
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        (lambda content: setattr(content["args"], "window_size", (-2, 0)), "args.require_kinds"),
-        (lambda content: content.update(checkpoint_version="three"), "reader.MegatronReader._file_problems:3"),
-        (lambda content: content["model"].pop("embedding.word_embeddings.weight"), "reader.MegatronReader.__init__:2"),
-        (lambda content: [content["model"].pop(name) for name in [*content["model"]] if ".layers.3." in name], "reader.MegatronReader._add_tensors:2"),
-    ],
-    ids=["window", "version", "embedding", "blocks"],
-)
-def test_a_file_that_is_not_of_megatron(hf: Path, tmp_path: Path, capsys: Capture, change: Callable[[Any], object], key: str) -> None:
-    source = convert(hf, tmp_path / "source", "--to", "megatron")
-    rewrite(rank_file(source), change)
-    assert refused(refusal(capsys, source, tmp_path / "out", "--to", "hf")).key == f"converter.megatron.{key}"
-
-
-def test_a_stage_with_fewer_chunks(hf: Path, tmp_path: Path, capsys: Capture) -> None:
-    source = convert(hf, tmp_path / "source", "--to", "megatron", PP, "2")
-    rewrite(rank_file(source, 0, 0), lambda content: content.update(model0=content["model"], model1=content.pop("model")))
-    said = refused(refusal(capsys, source, tmp_path / "out", "--to", "hf"))
-    assert (said.key, said.where) == ("converter.megatron.reader.MegatronReader._ordered", str(rank_file(source, 0, 1)))
-
-
-def test_two_folders_of_one_rank(megatron: Path, tmp_path: Path, capsys: Capture) -> None:
-    shutil.copytree(rank_file(megatron, 0, 0).parent, megatron / "release" / "mp_rank_00")
-    said = refused(refusal(capsys, megatron, tmp_path / "out", "--to", "hf"))
-    assert said.key == "converter.megatron.reader.rank_files" and said.where.endswith("mp_rank_00_000")
-
-
-@pytest.mark.parametrize(
-    ("change", "key", "name"),
-    [
-        (lambda content: content.pop("tok_embeddings.weight"), "_tensor", "tok_embeddings.weight"),
-        (lambda content: content.pop("layers.1.attention.wq.weight"), "_add_tensors:2", "layers.1.attention.wq.weight"),
-        (lambda content: content.update({"bias": torch.zeros(3)}), "_add_tensors:3", "bias"),
-    ],
-    ids=["embedding", "missing", "unknown"],
-)
-def test_a_file_that_is_not_of_metas_llama(
-    hf: Path, tmp_path: Path, capsys: Capture, change: Callable[[Any], object], key: str, name: str
-) -> None:
-    source = convert(hf, tmp_path / "source", "--to", "meta")
-    rewrite(source / "consolidated.00.pth", change)
-    said = refused(refusal(capsys, source, tmp_path / "out", "--to", "hf"))
-    assert (said.key, said.where) == (f"converter.meta.reader.MetaReader.{key}", f"{source}/consolidated.00.pth {name}")
 
 
 def test_words_that_only_python_can_give(hf: Path, tmp_path: Path) -> None:
@@ -505,36 +466,16 @@ def test_a_config_of_a_native_checkpoint_is_its_own(hf: Path, tmp_path: Path, ca
     assert said.expected.startswith("none for a native checkpoint")
 
 
-def flip(path: Path) -> None:
-    """Change a bit of a weight: the file stays readable."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
 def test_a_flipped_bit_of_an_earlier_conversion(hf: Path, tmp_path: Path, capsys: Capture) -> None:
     """safetensors has no checksums: the list beside the files has."""
     source = convert(hf, tmp_path / "source", "--to", "hf")
-    flip(source / "model.safetensors")
+    flip(source / "model.safetensors", -1)
     said = refusal(capsys, source, tmp_path / "out", "--to", "megatron")
     assert re.search(r"model.safetensors: got sha256 \w{64}, expected sha256 \w{64}, by SHA256SUMS; copy the file again", said)
     assert main(["verify", str(hf), str(source)]) == 1
     assert "by SHA256SUMS" in capsys.readouterr().err
     (source / "SHA256SUMS").unlink()
     convert(source, tmp_path / "out", "--to", "megatron")
-
-
-def test_an_export_replaces_an_earlier_conversion_with_its_list(hf: Path, tmp_path: Path, capsys: Capture) -> None:
-    native, target = (convert(hf, tmp_path / "native", "--to", "native"), convert(hf, tmp_path / "target", "--to", "hf"))
-    assert (target / "SHA256SUMS").exists()
-    export = ["export", "--load", str(native), "--output", str(target), "--dtype", "float32"]
-    assert main(export) == 1
-    assert "target: got a model that no export of this program has written" in capsys.readouterr().err
-    assert (target / "SHA256SUMS").exists()
-    assert main([*export, "--overwrite"]) == 0
-    listed = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=target, capture_output=True, text=True, check=True).stdout
-    assert "model.safetensors: OK" in listed, "it is that of the files that are there now"
-    assert same(tensors(target), tensors(hf))
 
 
 @pytest.mark.parametrize("listed", ["SHA256SUMS", "checklist.chk"])

@@ -26,12 +26,7 @@ from tests.torch_twin import drawn
 
 LOCAL = ("input_layernorm", "linear_proj", "linear_qkv.weight", "pre_mlp_layernorm", "linear_fc1.weight", "linear_fc2")
 TRANSFORMER_ENGINE = (
-    "linear_proj",
-    "linear_qkv.layer_norm",
-    "linear_qkv.weight",
-    "linear_fc1.layer_norm",
-    "linear_fc1.weight",
-    "linear_fc2",
+    "linear_proj", "linear_qkv.layer_norm", "linear_qkv.weight", "linear_fc1.layer_norm", "linear_fc1.weight", "linear_fc2",
 )
 NEITHER = ("linear_qkv.layer_norm", "linear_qkv.weight", "linear_proj", "linear_fc1.layer_norm", "linear_fc1.weight", "linear_fc2")
 STATES = {"param": 1.0, "exp_avg": -3.0, "exp_avg_sq": 0.5}

@@ -13,8 +13,6 @@ import pytest
 import torch
 from megatron_llama.checkpoint.container import Container
 from megatron_llama.checkpoint.meta import TrainState
-from megatron_llama.converter.torch_dist.optimizer import open_optimizer
-from megatron_llama.converter.torch_dist.reader import TorchDistReader
 from megatron_llama.data.indexed import IndexedDatasetWriter
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.errors import CheckpointError, DataError
@@ -184,42 +182,3 @@ def test_every_layout_goes_on_in_another(cluster: Cluster, corpus: str, tmp_path
     for folder, losses, (processes, layout) in zip(theirs.folders, theirs.losses, layouts, strict=True):
         for found in cluster.run(processes, in_a_rank, options(run, corpus, load=str(folder), **layout)):
             torch.testing.assert_close([*found.values()], losses[SAVED:], rtol=1e-6, atol=0)
-
-
-GROUP = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3}
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (
-        {"param_groups": [{"lr": 1e-3, "momentum": 0.9, "step": 3}]},
-        {},
-        "param_groups 0: got no betas, eps, weight_decay, expected the options of Adam",
-    ),
-    ({"param_groups": [{**GROUP, "amsgrad": True}]}, {}, "param_groups 0 amsgrad: got True, expected False"),
-    ({"param_groups": [{**GROUP, "lr_mult": 0.1}]}, {}, "lr_mult: got 0.1, expected 1: one learning rate for all"),
-    ({"param_groups": [{**GROUP, "decoupled_weight_decay": False}]}, {}, "decoupled_weight_decay: got False, expected True: AdamW"),
-    ({"param_groups": [GROUP, {**GROUP, "eps": 1e-6}]}, {}, "param_groups eps: got 1e-06 and 1e-08, expected the same in all groups"),
-    ({"param_groups": [GROUP, {**GROUP, "step": 2}]}, {}, "step: got 2 and 3, expected one count of updates"),
-    ({"param_groups": [GROUP], "grad_scaler": {}}, {}, "grad_scaler: got the loss scale of a run in fp16, expected a run in bf16 or fp32"),
-    ({"param_groups": [GROUP], "param_state_sharding_type": "fsdp_dtensor"}, {}, "param_state_sharding_type: got fsdp_dtensor"),
-    (
-        {"param_groups": [GROUP], "param_state_sharding_type": "fully_sharded_model_space"},
-        {},
-        "sharding_type: got fully_sharded_model_space",
-    ),
-    ({"param_groups": [GROUP]}, {"optimizer": "muon"}, "args optimizer: got muon, expected adam"),
-    ({"param_groups": [GROUP]}, {"decoupled_lr": 1e-4}, "args decoupled_lr: got 0.0001, expected None"),
-    ({"param_groups": [GROUP]}, {"consumed_train_samples": None}, "consumed_train_samples: got None, expected a number"),
-    ({0: {}, 1: {}}, {}, "param_groups: got none, expected those of Adam"),
-]
-
-
-@pytest.mark.parametrize(("optimizer", "args", "says"), REFUSED, ids=[says.partition(":")[0] for *_, says in REFUSED])
-def test_other_optimizers_are_refused(
-    optimizer: dict[str, Any], args: dict[str, Any], says: str, megatron_runs: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By name, with what was found. The common part is what these say, the tensors are those of a run."""
-    reader = TorchDistReader(megatron_runs.folders[0], None, 0)
-    monkeypatch.setattr(reader.checkpoint, "common", {**reader.checkpoint.common, "optimizer": optimizer})
-    monkeypatch.setattr(reader.checkpoint, "args", {**reader.checkpoint.args, **args})
-    with pytest.raises(CheckpointError) as error:
-        open_optimizer(reader)
-    assert says in str(error.value) and "take its weights alone: --finetune" in str(error.value)

@@ -56,15 +56,12 @@ def test_a_tied_embedding_that_is_stored_as_the_head(tmp_path: Path, capsys: pyt
     model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not told["missing_keys"] and torch.equal(model.state_dict()[EMBEDDING], weights[HEAD])
     for form in ("hf", "meta"):
-        copy = convert(convert(folder, tmp_path / form, "--to", form), tmp_path / f"{form}-back", "--to", "hf", *_config(form, folder))
+        given = ("--hf-config", str(folder / "config.json")) if form == "meta" else ()
+        copy = convert(convert(folder, tmp_path / form, "--to", form), tmp_path / f"{form}-back", "--to", "hf", *given)
         assert all(identical(values, tensors(original)[name]) for name, values in tensors(copy).items())
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     assert f"{EMBEDDING}: got no such tensor" in refusal(capsys, folder, tmp_path / "out", "--to", "hf")
-
-
-def _config(form: str, folder: Path) -> tuple[str, ...]:
-    return ("--hf-config", str(folder / "config.json")) if form == "meta" else ()
 
 
 def test_an_adapter_without_the_prefix_of_peft_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

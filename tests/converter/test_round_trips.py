@@ -6,7 +6,9 @@ transformers says what a folder means: it reads both, and has to find the same m
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -29,16 +31,8 @@ SPECIAL = ("<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>")
 BEGIN, END, IM_START, IM_END = range(396, 400)
 ROWS = 416
 SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "vocab_size": ROWS,
-    "initializer_range": 0.1,
-    "bos_token_id": BEGIN,
-    "eos_token_id": END,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "vocab_size": ROWS, "initializer_range": 0.1, "bos_token_id": BEGIN, "eos_token_id": END,
 }
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
 STEP = ["--global-batch-size", 1, "--seq-length", 16, "--lr", 0, "--weight-decay", 0, "--split", "100,0,0"]
@@ -72,41 +66,7 @@ def change(folder: Path, file: str = "config.json", **fields: Any) -> None:
     path.write_text(json.dumps({name: value for name, value in content.items() if value is not ...}))
 
 
-def plain(folder: Path, tokenizer: Tokenizer) -> None:
-    model_folder(folder, tokenizer)
-
-
-def ends_in_config(folder: Path, tokenizer: Tokenizer) -> None:
-    model_folder(folder, tokenizer)
-    change(folder, eos_token_id=[END, IM_END])
-    (folder / "generation_config.json").unlink()
-
-
-def sampling_in_config(folder: Path, tokenizer: Tokenizer) -> None:
-    model_folder(folder, tokenizer)
-    change(folder, temperature=0.7, top_k=20, do_sample=True, use_cache=True)
-    (folder / "generation_config.json").unlink()
-
-
-def ends_in_generation_config(folder: Path, tokenizer: Tokenizer) -> None:
-    model_folder(folder, tokenizer)
-    change(folder, "generation_config.json", eos_token_id=[IM_END, END])
-
-
-def ends_in_both(folder: Path, tokenizer: Tokenizer) -> None:
-    model_folder(folder, tokenizer)
-    change(folder, eos_token_id=[END, IM_END, 7])
-    change(folder, "generation_config.json", eos_token_id=[IM_END, END])
-
-
-def named_templates(folder: Path, tokenizer: Tokenizer) -> None:
-    model_folder(folder, tokenizer)
-    named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ tools }}" + CHATML}]
-    change(folder, "tokenizer_config.json", chat_template=named)
-
-
-def added_tokens(folder: Path, tokenizer: Tokenizer) -> None:
-    model_folder(folder, tokenizer)
+def added_tokens(folder: Path, tokenizer: Tokenizer, model: PreTrainedModel) -> None:
     longer = Tokenizer.from_str(tokenizer.to_str())
     longer.add_tokens(["<one>", "<two>"])
     longer.save(str(folder / "tokenizer.json"))
@@ -114,88 +74,85 @@ def added_tokens(folder: Path, tokenizer: Tokenizer) -> None:
     (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<|begin|>", "eos_token": "<|end|>", "pad_token": "<|im_end|>"}))
 
 
-def sampling(folder: Path, tokenizer: Tokenizer) -> None:
-    model_folder(folder, tokenizer, pad_token_id=IM_START)
-    change(folder, "generation_config.json", do_sample=True, temperature=0.6, top_p=0.9, repetition_penalty=1.05, eos_token_id=[END, IM_END])
-
-
-def stale_files(folder: Path, tokenizer: Tokenizer) -> None:
-    old = model_folder(folder, tokenizer)
+def stale_files(folder: Path, tokenizer: Tokenizer, old: PreTrainedModel) -> None:
     with torch.no_grad():
         old.lm_head.weight.add_(1)
     old.save_pretrained(folder / "old", max_shard_size="40KB")
-    for path in (folder / "old").iterdir():
-        if path.name.startswith("model"):
-            path.rename(folder / path.name)
-        else:
-            path.unlink()
-    (folder / "old").rmdir()
+    for path in (folder / "old").glob("model*"):
+        path.rename(folder / path.name)
+    shutil.rmtree(folder / "old")
 
 
-def tied_and_sharded(folder: Path, tokenizer: Tokenizer) -> None:
-    model = model_folder(folder, tokenizer, tie_word_embeddings=True)
-    (folder / "model.safetensors").unlink()
+def tied_and_sharded(folder: Path, tokenizer: Tokenizer, model: PreTrainedModel) -> None:
     model.save_pretrained(folder, max_shard_size="30KB")
 
 
-def old_bin(folder: Path, tokenizer: Tokenizer) -> None:
-    model = model_folder(folder, tokenizer, dtype=torch.bfloat16)
-    (folder / "model.safetensors").unlink()
+def old_bin(folder: Path, tokenizer: Tokenizer, model: PreTrainedModel) -> None:
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    change(folder, dtype=..., torch_dtype="bfloat16", transformers_version="4.31.0")
 
 
-def yarn(folder: Path, tokenizer: Tokenizer) -> None:
-    scaling = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 128, "mscale": 1.0, "mscale_all_dim": 0, "finetuned": True}
-    model_folder(folder, tokenizer)
-    change(folder, rope_parameters=..., rope_theta=5e5, rope_scaling=scaling)
-
-
-def no_begin_token(folder: Path, tokenizer: Tokenizer) -> None:
-    model_folder(folder, tokenizer, "qwen2", bos_token_id=None, eos_token_id=IM_END, pad_token_id=END)
-    change(folder, bos_token_id=None, use_sliding_window=False, sliding_window=64, max_window_layers=1, layer_types=...)
-    change(folder, "generation_config.json", bos_token_id=END, pad_token_id=END, eos_token_id=[IM_END, END], top_k=20, do_sample=True)
-    change(folder, "tokenizer_config.json", bos_token=None, eos_token="<|im_end|>", pad_token="<|end|>", add_bos_token=False)
-
-
-def harmless_files(folder: Path, tokenizer: Tokenizer) -> None:
-    model_folder(folder, tokenizer)
-    change(
-        folder,
-        auto_map={"AutoModelForCausalLM": "modeling_own.OwnModel"},
-        use_cache=False,
-        pretraining_tp=2,
-        unk_token_id=0,
-        _name_or_path="somebody/model",
-        id2label={"0": "no", "1": "yes"},
-        label2id={"no": 0, "yes": 1},
-        task_specific_params={"summary": {"max_length": 20}},
-        attention_dropout=None,
-        tokenizer_class="PreTrainedTokenizerFast",
-    )
+def harmless_files(folder: Path, tokenizer: Tokenizer, model: PreTrainedModel) -> None:
     for name in ("README.md", "LICENSE", ".gitattributes", "modeling_own.py", "training_args.bin", "trainer_state.json"):
         (folder / name).write_text("{}")
     (folder / "runs").mkdir()
 
 
-FOLDERS: dict[str, Callable[[Path, Tokenizer], None]] = {
-    make.__name__: make
-    for make in (
-        plain,
-        ends_in_config,
-        sampling_in_config,
-        ends_in_generation_config,
-        ends_in_both,
-        named_templates,
-        added_tokens,
-        sampling,
-        stale_files,
-        tied_and_sharded,
-        old_bin,
-        yarn,
-        no_begin_token,
-        harmless_files,
-    )
+@dataclass(frozen=True)
+class Folder:
+    """A small model of a family, fields that are set in its files, files that go, and what else is done to it."""
+
+    kind: str = "llama"
+    dtype: torch.dtype = torch.float32
+    model: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    without: str = ""
+    more: Callable[[Path, Tokenizer, PreTrainedModel], None] = lambda folder, tokenizer, model: None
+
+    def write(self, folder: Path, tokenizer: Tokenizer) -> None:
+        model = model_folder(folder, tokenizer, self.kind, self.dtype, **self.model)
+        for name, fields in (("config", self.config), ("generation_config", self.generation), ("tokenizer_config", self.tokenizer)):
+            if fields:
+                change(folder, f"{name}.json", **fields)
+        if self.without:
+            (folder / self.without).unlink()
+        self.more(folder, tokenizer, model)
+
+
+GENERATION, WEIGHTS_FILE = "generation_config.json", "model.safetensors"
+YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 128, "mscale": 1.0, "mscale_all_dim": 0, "finetuned": True}
+TEMPLATES = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ tools }}" + CHATML}]
+SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.05, "eos_token_id": [END, IM_END]}
+HARMLESS = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnModel"}, "use_cache": False, "pretraining_tp": 2, "unk_token_id": 0}
+HARMLESS |= {"_name_or_path": "somebody/model", "id2label": {"0": "no", "1": "yes"}, "label2id": {"no": 0, "yes": 1}}
+HARMLESS |= {"task_specific_params": {"summary": {"max_length": 20}}, "attention_dropout": None, "tokenizer_class": "PreTrainedTokenizerFast"}
+FOLDERS: dict[str, Folder] = {
+    "plain": Folder(),
+    "ends_in_config": Folder(config={"eos_token_id": [END, IM_END]}, without=GENERATION),
+    "sampling_in_config": Folder(config={"temperature": 0.7, "top_k": 20, "do_sample": True, "use_cache": True}, without=GENERATION),
+    "ends_in_generation_config": Folder(generation={"eos_token_id": [IM_END, END]}),
+    "ends_in_both": Folder(config={"eos_token_id": [END, IM_END, 7]}, generation={"eos_token_id": [IM_END, END]}),
+    "named_templates": Folder(tokenizer={"chat_template": TEMPLATES}),
+    "added_tokens": Folder(more=added_tokens),
+    "sampling": Folder(model={"pad_token_id": IM_START}, generation=SAMPLING),
+    "stale_files": Folder(more=stale_files),
+    "tied_and_sharded": Folder(model={"tie_word_embeddings": True}, without=WEIGHTS_FILE, more=tied_and_sharded),
+    "old_bin": Folder(
+        dtype=torch.bfloat16,
+        config={"dtype": ..., "torch_dtype": "bfloat16", "transformers_version": "4.31.0"},
+        without=WEIGHTS_FILE,
+        more=old_bin,
+    ),
+    "yarn": Folder(config={"rope_parameters": ..., "rope_theta": 5e5, "rope_scaling": YARN}),
+    "no_begin_token": Folder(
+        "qwen2",
+        model={"bos_token_id": None, "eos_token_id": IM_END, "pad_token_id": END},
+        config={"bos_token_id": None, "use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1, "layer_types": ...},
+        generation={"bos_token_id": END, "pad_token_id": END, "eos_token_id": [IM_END, END], "top_k": 20, "do_sample": True},
+        tokenizer={"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|end|>", "add_bos_token": False},
+    ),
+    "harmless_files": Folder(config=HARMLESS, more=harmless_files),
 }
 SHORT = ("ends_in_config", "no_begin_token", "harmless_files")
 RUNS = [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in FOLDERS]
@@ -209,7 +166,7 @@ def command(*words: object) -> None:
 @pytest.mark.parametrize("form", ["native", "megatron", pytest.param("torch_dist", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_conversion_there_and_back(name: str, form: str, tokenizer: Tokenizer, tmp_path: Path, capsys: Capture) -> None:
-    FOLDERS[name](tmp_path / "hf", tokenizer)
+    FOLDERS[name].write(tmp_path / "hf", tokenizer)
     command("convert", tmp_path / "hf", tmp_path / "there", "--to", form)
     command("convert", tmp_path / "there", tmp_path / "back", "--to", "hf")
     assert list(losses(tmp_path / "hf", tmp_path / "back", capsys.readouterr().out)) == []
@@ -230,7 +187,7 @@ def dataset(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> P
 def test_a_run_and_its_exports(name: str, tokenizer: Tokenizer, dataset: Path, tmp_path: Path, capsys: Capture) -> None:
     """A step at a learning rate of 0: what the run exports at its end, and what is exported and converted from its checkpoint."""
     original = tmp_path / "hf"
-    FOLDERS[name](original, tokenizer)
+    FOLDERS[name].write(original, tokenizer)
     where = ["--save", tmp_path / "run", "--export-hf", tmp_path / "end"]
     command("pretrain", "--init-from-hf", original, "--data-path", dataset, "--train-iters", 1, *STEP, *where)
     said = capsys.readouterr().out
@@ -300,7 +257,7 @@ def generation_ends(folder: Path) -> list[int]:
 def test_runs_that_follow_a_run(tokenizer: Tokenizer, dataset: Path, tmp_path: Path) -> None:
     """A run that is resumed, and one that begins with the weights of another, know the files of the first."""
     original = tmp_path / "hf"
-    harmless_files(original, tokenizer)
+    FOLDERS["harmless_files"].write(original, tokenizer)
     change(original, eos_token_id=[END, IM_END])
     (original / "generation_config.json").unlink()
     run = [*STEP, "--data-path", dataset, "--save"]
@@ -335,7 +292,7 @@ def test_a_chat_templates_end_joins_those_of_the_model(tokenizer: Tokenizer, tmp
 def test_an_end_token_of_the_options(tokenizer: Tokenizer, dataset: Path, tmp_path: Path, capsys: Capture) -> None:
     """It takes the place of the model's in config.json, ends texts as well, and a line says both."""
     original = tmp_path / "hf"
-    ends_in_both(original, tokenizer)
+    FOLDERS["ends_in_both"].write(original, tokenizer)
     run = [*STEP, "--train-iters", 1, "--eos-token-id", 9]
     command("pretrain", "--init-from-hf", original, "--data-path", dataset, *run, "--export-hf", tmp_path / "end")
     said = capsys.readouterr().out
@@ -347,14 +304,14 @@ def test_an_end_token_of_the_options(tokenizer: Tokenizer, dataset: Path, tmp_pa
 
 def test_a_state_dict_with_the_folder_that_it_came_from(tokenizer: Tokenizer, tmp_path: Path) -> None:
     original = tmp_path / "hf"
-    ends_in_both(original, tokenizer)
+    FOLDERS["ends_in_both"].write(original, tokenizer)
     ml.save_hf(ml.load(original), tmp_path / "out", config=original, tokenizer_model=original)
     assert list(losses(original, tmp_path / "out", "")) == []
 
 
 def test_a_field_that_the_user_ignores_is_left_out(tokenizer: Tokenizer, tmp_path: Path, capsys: Capture) -> None:
     original = tmp_path / "hf"
-    plain(original, tokenizer)
+    FOLDERS["plain"].write(original, tokenizer)
     change(original, own_note="x")
     ignored = ["--ignore-hf-config-fields", "own_note"]
     command("convert", original, tmp_path / "there", "--to", "native", *ignored)
@@ -365,7 +322,7 @@ def test_a_field_that_the_user_ignores_is_left_out(tokenizer: Tokenizer, tmp_pat
 
 def test_a_conversion_by_an_earlier_version(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """It has a list of end tokens among the fields of the model, and no config.json."""
-    ends_in_config(tmp_path / "hf", tokenizer)
+    FOLDERS["ends_in_config"].write(tmp_path / "hf", tokenizer)
     command("convert", tmp_path / "hf", tmp_path / "there", "--to", "native")
     folder = tmp_path / "there" / "iter_0000000"
     content = json.loads((folder / "meta.json").read_text())

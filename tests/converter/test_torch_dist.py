@@ -16,65 +16,35 @@ import pytest
 import torch
 from megatron_llama.cli import main
 from megatron_llama.model.hf import read_hf_config
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.checkpoint.model_folders.test_hf import tensors
-from tests.converter.converting import convert, refusal
-from tests.converter.test_convert_families import assert_same_model
+from tests.converter.converting import assert_same_model, convert, refusal
+from tests.converter.test_convert_families import ARGS, MODELS, SIZES, saved
 from tests.converter.torch_dist import arguments, save, write_common
 
 Capture = pytest.CaptureFixture[str]
 Weights = tuple[dict[str, torch.Tensor], argparse.Namespace]
-SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8}
-SIZES |= {"num_key_value_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": 1e-5}
-MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({"model_type": "llama"}, {}),
     "llama tied": ({"model_type": "llama", "tie_word_embeddings": True}, {}),
-    "llama with biases": ({"model_type": "llama", "attention_bias": True, "mlp_bias": True}, {"add_bias_linear": True}),
-    "mistral": ({"model_type": "mistral", "sliding_window": 6}, {"window_size": (5, 0)}),
-    "qwen2": ({"model_type": "qwen2", "tie_word_embeddings": True}, {"add_qkv_bias": True}),
-    "qwen3": (
-        {"model_type": "qwen3", "head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "layer_types": MIXED},
-        {"qk_layernorm": True, "window_size": (4, 0), "window_attn_skip_freq": [0, 1, 1, 0]},
-    ),
-    "phi3": (
-        {"model_type": "phi3", "partial_rotary_factor": 0.5, "original_max_position_embeddings": 64, "pad_token_id": 0},
-        {"rotary_percent": 0.5},
-    ),
+    **{name: (MODELS[name], args) for name, args in ARGS.items()},
 }
+"""Fields of the configuration, and Megatron's arguments."""
 KEYS = ("stacked", "single", "halves")
 
 
 def original(folder: Path, name: str = "llama", dtype: torch.dtype = torch.float32) -> tuple[Path, dict[str, Any]]:
-    """A small model as transformers saves it, no two of its numbers alike in any vector, and its config."""
-    fields = {"tie_word_embeddings": False, **SIZES, **FAMILIES[name][0]}
-    torch.manual_seed(0)
-    kind = fields["model_type"]
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **{key: value for key, value in fields.items() if key != "model_type"})
-    )
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0.0, 0.1)
-    model.to(dtype).save_pretrained(folder)
-    return folder, fields
+    """A small model as transformers saves it, and its config."""
+    fields = {"tie_word_embeddings": False, "rms_norm_eps": 1e-5, **SIZES, **FAMILIES[name][0]}
+    return saved(fields, folder, dtype), fields
 
 
 def drawn() -> list[Any]:
     """Every family in one form of its keys and one layout, every form and every layout at least twice."""
-    draw = random.Random(1)
     forms = list(product((False, True), KEYS))
-    draw.shuffle(forms)
-    layouts = [1, 2, 4]
-    cases = []
-    for number, name in enumerate(FAMILIES):
-        local, keys = forms[number % len(forms)]
-        cases.append(
-            pytest.param(
-                name, local, keys, layouts[number % 3], id=f"{name}, {'local' if local else 'te'}, {keys}, tp {layouts[number % 3]}"
-            )
-        )
-    return cases
+    random.Random(1).shuffle(forms)
+    cases = [(name, *forms[number % len(forms)], (1, 2, 4)[number % 3]) for number, name in enumerate(FAMILIES)]
+    return [pytest.param(*case, id=f"{case[0]}, {'local' if case[1] else 'te'}, {case[2]}, tp {case[3]}") for case in cases]
 
 
 @pytest.mark.few(3)

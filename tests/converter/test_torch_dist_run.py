@@ -43,7 +43,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> TorchDistReader:
     return opened(tmp_path_factory.mktemp("run"))
 
 
-def state_of(reader: TorchDistReader, monkeypatch: pytest.MonkeyPatch, optimizer: dict[str, Any], **args: Any) -> OptimizerState:
+def state_of(reader: TorchDistReader, monkeypatch: pytest.MonkeyPatch, optimizer: dict[str, Any], /, **args: Any) -> OptimizerState:
     whole = {"optimizer": {"param_groups": [GROUP]}, "param_state_sharding_type": "fully_reshardable", **optimizer}
     monkeypatch.setattr(reader.checkpoint, "common", {**reader.checkpoint.common, "optimizer": whole})
     monkeypatch.setattr(reader.checkpoint, "args", {**reader.checkpoint.args, **args})
@@ -57,53 +57,55 @@ def test_goes_on(reader: TorchDistReader, monkeypatch: pytest.MonkeyPatch) -> No
     assert counted.step == 3
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        ({"use_precision_aware_optimizer": True}, "args use_precision_aware_optimizer: got True, expected False: a save without it"),
-        ({"weight_decay_incr_style": "cosine"}, "args weight_decay_incr_style: got cosine, expected constant"),
-        ({"decoupled_weight_decay": False}, "args decoupled_weight_decay: got False, expected True: AdamW"),
-    ],
-)
-def test_other_updates_are_refused(args: dict[str, Any], says: str, reader: TorchDistReader, monkeypatch: pytest.MonkeyPatch) -> None:
+def groups(*given: dict[str, Any]) -> dict[str, Any]:
+    return {"optimizer": {"param_groups": [{**GROUP, **group} for group in given]}}
+
+
+FINITE = "expected a finite number of 0 or more"
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"use_precision_aware_optimizer": True}, "args use_precision_aware_optimizer: got True, expected False: a save without it"),
+    ({}, {"weight_decay_incr_style": "cosine"}, "args weight_decay_incr_style: got cosine, expected constant"),
+    ({}, {"decoupled_weight_decay": False}, "args decoupled_weight_decay: got False, expected True: AdamW"),
+    ({}, {"optimizer": "muon"}, "args optimizer: got muon, expected adam"),
+    ({}, {"decoupled_lr": 1e-4}, "args decoupled_lr: got 0.0001, expected None"),
+    ({}, {"consumed_train_samples": None}, "consumed_train_samples: got None, expected a number"),
+    (
+        {"optimizer": {"param_groups": [{"lr": 1e-3, "momentum": 0.9, "step": 3}]}}, {},
+        "param_groups 0: got no betas, eps, weight_decay, expected the options of Adam",
+    ),
+    (groups({"amsgrad": True}), {}, "param_groups 0 amsgrad: got True, expected False"),
+    (groups({"lr_mult": 0.1}), {}, "lr_mult: got 0.1, expected 1: one learning rate for all"),
+    (groups({"decoupled_weight_decay": False}), {}, "decoupled_weight_decay: got False, expected True: AdamW"),
+    (groups({}, {"eps": 1e-6}), {}, "param_groups eps: got 1e-06 and 1e-08, expected the same in all groups"),
+    (groups({}, {"step": 2}), {}, "step: got 2 and 3, expected one count of updates"),
+    ({"grad_scaler": {}}, {}, "grad_scaler: got the loss scale of a run in fp16, expected a run in bf16 or fp32"),
+    ({"param_state_sharding_type": "fsdp_dtensor"}, {}, "param_state_sharding_type: got fsdp_dtensor"),
+    ({"param_state_sharding_type": "fully_sharded_model_space"}, {}, "sharding_type: got fully_sharded_model_space"),
+    ({"optimizer": {0: {}, 1: {}}}, {}, "param_groups: got none, expected those of Adam"),
+    (groups({"betas": 0.9}), {}, "param_groups 0 betas: got 0.9, expected two numbers"),
+    (groups({"lr": None}), {}, f"param_groups 0 lr: got None, {FINITE}"),
+    (groups({"weight_decay": [1]}), {}, f"param_groups 0 weight_decay: got [1], {FINITE}"),
+    (groups({"eps": "x"}), {}, f"param_groups 0 eps: got 'x', {FINITE}"),
+    (groups({"step": "x"}), {}, "step: got 'x', expected a whole number"),
+    ({"optimizer": {"param_groups": 5}}, {}, "param_groups: got none, expected those of Adam"),
+    ({"param_state_sharding_type": [1]}, {}, "param_state_sharding_type: got [1], expected fully_reshardable"),
+    ({"optimizer": {"param_groups": [GROUP], "state": {"common_step": float("inf")}}}, {}, "step: got inf, expected a whole number"),
+]  # fmt: skip
+"""What the common part says of the optimizer, and the arguments."""
+
+
+@pytest.mark.parametrize(("optimizer", "args", "says"), REFUSED, ids=[says.partition(", expected")[0] for *_, says in REFUSED])
+def test_other_optimizers_are_refused(
+    optimizer: dict[str, Any], args: dict[str, Any], says: str, reader: TorchDistReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(CheckpointError) as error:
-        state_of(reader, monkeypatch, {}, **args)
-    assert f"{says}; take its weights alone: --finetune" in str(error.value)
+        state_of(reader, monkeypatch, optimizer, **args)
+    assert says in str(error.value) and "take its weights alone: --finetune" in str(error.value)
 
 
 def test_masters_of_another_model_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match=f"got other values than those of {NORM}, expected the fp32 masters"):
         state_of(opened(tmp_path, spoilt=1.0), monkeypatch, {})
-
-
-@pytest.mark.parametrize(
-    ("group", "says"),
-    [
-        ({"betas": 0.9}, "param_groups 0 betas: got 0.9, expected two numbers"),
-        ({"lr": None}, "param_groups 0 lr: got None, expected a finite number of 0 or more"),
-        ({"weight_decay": [1]}, r"param_groups 0 weight_decay: got [1], expected a finite number of 0 or more"),
-        ({"eps": "x"}, "param_groups 0 eps: got 'x', expected a finite number of 0 or more"),
-        ({"step": "x"}, "step: got 'x', expected a whole number"),
-    ],
-)
-def test_groups_of_wrong_types(group: dict[str, Any], says: str, reader: TorchDistReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CheckpointError) as error:
-        state_of(reader, monkeypatch, {"optimizer": {"param_groups": [{**GROUP, **group}]}})
-    assert says in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "says"),
-    [
-        ({"optimizer": {"param_groups": 5}}, "param_groups: got none, expected those of Adam"),
-        ({"param_state_sharding_type": [1]}, r"param_state_sharding_type: got [1], expected fully_reshardable"),
-        ({"optimizer": {"param_groups": [GROUP], "state": {"common_step": float("inf")}}}, "step: got inf, expected a whole number"),
-    ],
-)
-def test_states_of_wrong_types(optimizer: dict[str, Any], says: str, reader: TorchDistReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CheckpointError) as error:
-        state_of(reader, monkeypatch, optimizer)
-    assert says in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -128,102 +129,71 @@ def overwrite(path: Path, at: int, data: bytes) -> None:
     path.write_bytes(content)
 
 
-def damage(kind: str, idx: Path, bin: Path, n: int) -> None:
-    """One damage each to a dataset of n documents."""
-    offsets, documents = HEADER + 4 * n, HEADER + 12 * n
-    match kind:
-        case "no idx":
-            idx.unlink()
-        case "no bin":
-            bin.unlink()
-        case "magic":
-            overwrite(idx, 0, b"PK")
-        case "version":
-            overwrite(idx, 9, struct.pack("<Q", 2))
-        case "dtype":
-            overwrite(idx, 17, b"\x06")
-        case "dtype code":
-            overwrite(idx, 17, b"\x2a")
-        case "short header":
-            idx.write_bytes(idx.read_bytes()[:20])
-        case "empty idx":
-            idx.write_bytes(b"")
-        case "truncated idx":
-            idx.write_bytes(idx.read_bytes()[:-1])
-        case "truncated bin":
-            bin.write_bytes(bin.read_bytes()[:-2])
-        case "negative length":
-            overwrite(idx, HEADER, struct.pack("<i", -1))
-        case "appended idx":
-            idx.write_bytes(idx.read_bytes() + b"\0")
-        case "appended bin":
-            bin.write_bytes(bin.read_bytes() + b"\0\0")
-        case "count of sequences":
-            overwrite(idx, 18, struct.pack("<Q", 2**60))
-        case "count of documents":
-            overwrite(idx, 26, struct.pack("<Q", 2**64 - 1))
-        case "no documents":
-            idx.write_bytes(idx.read_bytes()[:documents])
-            overwrite(idx, 26, struct.pack("<Q", 0))
-        case "offset beyond the bin":
-            overwrite(idx, offsets + 8, struct.pack("<q", 10**9))
-        case "offset that overflows":
-            overwrite(idx, offsets + 8 * (n - 1), struct.pack("<q", 2**63 - 2))
-        case "negative offset":
-            overwrite(idx, offsets + 8, struct.pack("<q", -2))
-        case "overlap":
-            overwrite(idx, offsets + 8, struct.pack("<q", 0))
-        case "gap":
-            (length,) = struct.unpack_from("<i", idx.read_bytes(), HEADER)
-            overwrite(idx, HEADER, struct.pack("<i", length - 1))
-        case "long":
-            (length,) = struct.unpack_from("<i", idx.read_bytes(), HEADER + 4 * (n - 1))
-            overwrite(idx, HEADER + 4 * (n - 1), struct.pack("<i", length + 1))
-        case "falling document index":
-            overwrite(idx, documents + 8, struct.pack("<q", 5))
-        case "first document":
-            overwrite(idx, documents, struct.pack("<q", 3))
-        case "last document":
-            overwrite(idx, documents + 8 * n, struct.pack("<q", n + 1))
+Damage = Callable[[Path, Path, int], object]
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("no idx", r"c\.idx: got no such file, expected PREFIX\.bin and PREFIX\.idx; give the common prefix"),
-        ("no bin", r"c\.bin: got no such file"),
-        ("magic", r"c\.idx: got the first bytes b'PKIDIDX.*', expected b'MMIDIDX"),
-        ("version", r"c\.idx: got version 2, expected version 1"),
-        ("dtype", r"c\.idx: got dtype code 6, expected the code of an integer type"),
-        ("dtype code", r"c\.idx: got dtype code 42"),
-        ("short header", r"c\.idx: got 20 bytes, expected a header of 34 bytes"),
-        ("empty idx", r"c\.idx: got 0 bytes, expected a header of 34 bytes"),
-        ("truncated idx", r"c\.idx: got (\d+) bytes, expected (\d+) bytes for its 76 sequences"),
-        ("truncated bin", r"c\.bin: got (\d+) bytes, expected (\d+) bytes, as .*c\.idx says"),
-        ("appended idx", r"c\.idx: got (\d+) bytes, expected (\d+) bytes for its 76 sequences"),
-        ("appended bin", r"c\.bin: got (\d+) bytes, expected (\d+) bytes, as .*c\.idx says"),
-        ("count of sequences", r"c\.idx: got (\d+) bytes, expected (\d+) bytes for its 1152921504606846\d+ sequences"),
-        ("count of documents", r"c\.idx: got (\d+) bytes, .* and 18446744073709551615 document indices"),
-        ("no documents", r"c\.idx: got no document indices, expected at least one"),
-        ("negative length", r"c\.idx: got a negative length, -1, of sequence 0"),
-        ("offset beyond the bin", r"c\.idx: got an offset of 1000000000 for sequence 1, outside the \.bin of \d+ bytes"),
-        ("offset that overflows", r"c\.idx: got an offset of 9223372036854775806 for sequence LAST, outside the \.bin"),
-        ("negative offset", r"c\.idx: got an offset of -2 for sequence 1, outside the \.bin"),
-        ("overlap", r"c\.idx: got an offset of 0 for sequence 1, inside the sequence before it, expected \d+, since sequences lie"),
-        ("gap", r"c\.idx: got an offset of \d+ for sequence 1, behind a gap of 2 bytes"),
-        ("long", r"c\.bin: got (\d+) bytes, expected (\d+) bytes, as .*c\.idx says"),
-        ("falling document index", r"c\.idx: got document indices that do not rise: number 2 is 2, expected indices from 0 to 76"),
-        ("first document", r"c\.idx: got document indices that do not rise: number 0 is 3"),
-        ("last document", r"c\.idx: got document indices that do not rise: number 76 is NEXT"),
-    ],
-)
-def test_each_damage_is_named(kind: str, message: str, dataset: IndexedDataset, tmp_path: Path) -> None:
+def at(place: Callable[[int], int], form: str, value: int) -> Damage:
+    """Write a number into the index of a dataset of n documents, at a place that n says."""
+    return lambda idx, bin, n: overwrite(idx, place(n), struct.pack(form, value))
+
+
+def lengthen(place: Callable[[int], int], by: int) -> Damage:
+    return lambda idx, bin, n: overwrite(idx, place(n), struct.pack("<i", struct.unpack_from("<i", idx.read_bytes(), place(n))[0] + by))
+
+
+def offset_of(sequence: int) -> Callable[[int], int]:
+    """Where the index has the offset of a sequence, of the last one for -1."""
+    return lambda n: HEADER + 4 * n + 8 * (sequence % n)
+
+
+def document(number: int) -> Callable[[int], int]:
+    """Where the index has a document's first sequence; -1 is the end of all."""
+    return lambda n: HEADER + 12 * n + 8 * (number % (n + 1))
+
+
+def without_documents(idx: Path, bin: Path, n: int) -> None:
+    idx.write_bytes(idx.read_bytes()[: HEADER + 12 * n])
+    overwrite(idx, 26, struct.pack("<Q", 0))
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "no idx": (lambda idx, bin, n: idx.unlink(), r"c\.idx: got no such file, expected PREFIX\.bin and PREFIX\.idx; give the common prefix"),
+    "no bin": (lambda idx, bin, n: bin.unlink(), r"c\.bin: got no such file"),
+    "magic": (lambda idx, bin, n: overwrite(idx, 0, b"PK"), r"c\.idx: got the first bytes b'PKIDIDX.*', expected b'MMIDIDX"),
+    "version": (at(lambda n: 9, "<Q", 2), r"c\.idx: got version 2, expected version 1"),
+    "dtype": (at(lambda n: 17, "<B", 6), r"c\.idx: got dtype code 6, expected the code of an integer type"),
+    "dtype code": (at(lambda n: 17, "<B", 42), r"c\.idx: got dtype code 42"),
+    "short header": (lambda idx, bin, n: idx.write_bytes(idx.read_bytes()[:20]), r"c\.idx: got 20 bytes, expected a header of 34 bytes"),
+    "empty idx": (lambda idx, bin, n: idx.write_bytes(b""), r"c\.idx: got 0 bytes, expected a header of 34 bytes"),
+    "truncated idx": (lambda idx, bin, n: idx.write_bytes(idx.read_bytes()[:-1]), r"c\.idx: got \d+ bytes, expected \d+ bytes for its ALL"),
+    "truncated bin": (lambda idx, bin, n: bin.write_bytes(bin.read_bytes()[:-2]), r"c\.bin: got \d+ bytes, expected \d+ bytes, as .*c\.idx says"),
+    "appended idx": (lambda idx, bin, n: idx.write_bytes(idx.read_bytes() + b"\0"), r"c\.idx: got \d+ bytes, expected \d+ bytes for its ALL"),
+    "appended bin": (lambda idx, bin, n: bin.write_bytes(bin.read_bytes() + b"\0\0"), r"c\.bin: got \d+ bytes, expected \d+ bytes, as .*c\.idx says"),
+    "count of sequences": (at(lambda n: 18, "<Q", 2**60), r"c\.idx: got \d+ bytes, expected \d+ bytes for its 1152921504606846\d+ sequences"),
+    "count of documents": (at(lambda n: 26, "<Q", 2**64 - 1), r"c\.idx: got \d+ bytes, .* and 18446744073709551615 document indices"),
+    "no documents": (without_documents, r"c\.idx: got no document indices, expected at least one"),
+    "negative length": (at(lambda n: HEADER, "<i", -1), r"c\.idx: got a negative length, -1, of sequence 0"),
+    "offset beyond the bin": (at(offset_of(1), "<q", 10**9), r"c\.idx: got an offset of 1000000000 for sequence 1, outside the \.bin of \d+ bytes"),
+    "offset that overflows": (at(offset_of(-1), "<q", 2**63 - 2), r"c\.idx: got an offset of 9223372036854775806 for sequence LAST"),
+    "negative offset": (at(offset_of(1), "<q", -2), r"c\.idx: got an offset of -2 for sequence 1, outside the \.bin"),
+    "overlap": (at(offset_of(1), "<q", 0), r"c\.idx: got an offset of 0 for sequence 1, inside the sequence before it"),
+    "gap": (lengthen(lambda n: HEADER, -1), r"c\.idx: got an offset of \d+ for sequence 1, behind a gap of 2 bytes"),
+    "long": (lengthen(lambda n: HEADER + 4 * (n - 1), 1), r"c\.bin: got \d+ bytes, expected \d+ bytes, as .*c\.idx says"),
+    "falling documents": (at(document(1), "<q", 5), r"c\.idx: got document indices that do not rise: number 2 is 2, expected indices from 0 to ALL"),
+    "first document": (at(document(0), "<q", 3), r"c\.idx: got document indices that do not rise: number 0 is 3"),
+    "last document": (lambda idx, bin, n: at(document(-1), "<q", n + 1)(idx, bin, n), r"document indices that do not rise: number ALL is NEXT"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_each_damage_is_named(name: str, dataset: IndexedDataset, tmp_path: Path) -> None:
     for suffix in (".bin", ".idx"):
         shutil.copy(dataset.prefix + suffix, tmp_path / f"c{suffix}")
-    damage(kind, tmp_path / "c.idx", tmp_path / "c.bin", dataset.num_documents)
-    count = dataset.num_documents
-    words = message.replace("76", str(count)).replace("LAST", str(count - 1)).replace("NEXT", str(count + 1))
-    with pytest.raises(DataError, match=words):
+    count, (damage, message) = dataset.num_documents, DAMAGES[name]
+    damage(tmp_path / "c.idx", tmp_path / "c.bin", count)
+    for word, number in (("ALL", count), ("LAST", count - 1), ("NEXT", count + 1)):
+        message = message.replace(word, str(number))
+    with pytest.raises(DataError, match=message):
         IndexedDataset(tmp_path / "c")
 
 

@@ -106,12 +106,6 @@ def test_a_blend_holds_the_samples_of_its_parts_in_any_layout(dataset: IndexedDa
                 assert torch.equal(batch.tokens[:, column], torch.from_numpy(streams[part].sample(own)[:-1]))
 
 
-def test_no_state(stream: TokenStream) -> None:
-    one, other = loader(stream), loader(stream)
-    one.microbatches(0)
-    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(one.microbatches(64), other.microbatches(64), strict=True))
-
-
 def test_seed_and_order(stream: TokenStream) -> None:
     first = loader(stream).microbatches(0)[0].tokens
     assert not torch.equal(first, loader(stream, seed=4).microbatches(0)[0].tokens)

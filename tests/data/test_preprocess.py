@@ -160,15 +160,8 @@ def test_training_a_tokenizer(texts: list[str], tmp_path: Path) -> None:
 
 def test_every_problem_of_the_input_is_told(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
     lines = [
-        b'{"text": "fine"}',
-        b'{"text": "cut',
-        b'{"title": "x", "body": "y"}',
-        b'{"text": 7}',
-        b'{"text": null}',
-        b'["text"]',
-        b'{"text": "\xff"}',
-        b'{"text": "\\ud83d"}',
-        b'[{"text": "one"},',
+        b'{"text": "fine"}', b'{"text": "cut', b'{"title": "x", "body": "y"}', b'{"text": 7}', b'{"text": null}', b'["text"]',
+        b'{"text": "\xff"}', b'{"text": "\\ud83d"}', b'[{"text": "one"},',
     ]
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"\n".join(lines))
@@ -335,18 +328,6 @@ def test_end_token_is_needed_for_append_eod(tokenizer: SentencePieceTokenizer, t
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": "a b"}])
     with pytest.raises(DataError, match=r"tokenizer\.json: got no end token, expected one, for --append-eod"):
         run([source], tmp_path / "c", tokenizer, tokenizer_model=str(tmp_path / "hf"), append_eod=True)
-
-
-def test_large_vocabularies_take_four_bytes(texts: list[str], tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
-    tokenizer.save_hf(tmp_path / "hf")
-    large = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
-    large["model"]["vocab"] |= {f"unused {id}": id for id in range(2000, 65500)}
-    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(large))
-    source = write_jsonl(tmp_path / "in.jsonl", [{"text": texts[0]}])
-    report = run([source], tmp_path / "c", tokenizer, tokenizer_model=str(tmp_path / "hf"))
-    assert report.vocab_size == 65500
-    assert IndexedDataset(tmp_path / "c").dtype == np.int32
-    assert read(tmp_path / "c") == [tokenizer.encode(texts[0])]
 
 
 def compressed(path: Path, content: bytes) -> Path:

@@ -372,9 +372,7 @@ def test_what_was_not_said_of_a_remote_tokenizer(tmp_path: Path) -> None:
 def test_versions_of_a_file_have_folders_of_their_own(tmp_path: Path) -> None:
     cache = BlockCache(tmp_path, 1 << 30)
     files = [
-        SourceFile("http://a/b", 10, "1"),
-        SourceFile("http://a/b", 10, "2"),
-        SourceFile("http://a/b", 11, "1"),
+        SourceFile("http://a/b", 10, "1"), SourceFile("http://a/b", 10, "2"), SourceFile("http://a/b", 11, "1"),
         SourceFile("http://a/c", 10, "1"),
     ]
     assert len({cache._folder(file) for file in files}) == 4

@@ -43,19 +43,6 @@ def test_samples_tile_the_stream(dataset: IndexedDataset, documents: list[np.nda
         assert np.array_equal(sample, whole[index * seq_length : index * seq_length + seq_length + 1])
 
 
-def test_splits_share_no_token(dataset: IndexedDataset) -> None:
-    streams = [TokenStream(dataset, part, 64, 2000) for part in split_documents("8,1,1", dataset.num_documents)]
-    assert sum(stream.num_tokens for stream in streams) == dataset.num_tokens
-
-
-@pytest.mark.parametrize(("tokens", "samples"), [(8, 0), (9, 1), (16, 1), (17, 2)])
-def test_number_of_samples(tokens: int, samples: int, tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "c", np.uint16) as writer:
-        writer.add(np.arange(tokens))
-    stream = TokenStream(IndexedDataset(tmp_path / "c"), (0, 1), 8, 100)
-    assert len(stream) == samples
-
-
 def test_too_few_tokens_for_training(dataset: IndexedDataset) -> None:
     stream = TokenStream(dataset, (3, 3), 128, 2000)
     assert len(stream) == 0

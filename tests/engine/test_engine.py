@@ -3,17 +3,12 @@ not finite."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import pytest
 import torch
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.param_handle import param_handle_of
 from megatron_llama.engine.pieces import shard_pieces, step_counts
-from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.launch.launcher import Place
-from megatron_llama.model.plan.params import parameter_count
 from megatron_llama.model.plan.run_params import rank_units
 from torch import Tensor, nn
 
@@ -82,31 +77,6 @@ def test_steps_equal_torch_adamw_with_clipping(clip: float, strategy: str) -> No
         torch.testing.assert_close(result.grad_norm, norm, rtol=1e-6, atol=0.0)
         for name, parameter in whole_parameters(run):
             torch.testing.assert_close(parameter, twins[name].detach(), rtol=2e-6, atol=1e-7)
-
-
-def test_clipping_changes_the_step_and_only_above_the_threshold() -> None:
-    """RankDevice in the first moment: Adam's first update itself does not depend on the gradient's scale."""
-    norms, moments = [], []
-    for clip in (0.0, 1e9, 1.0):
-        run = trainer(SINGLE, Layout())
-        deliver(run, gradients(run, 0, scale=0.1))
-        norms.append(run.optimizer.step(1e-3, clip=clip).grad_norm)
-        moments.append(torch.cat([piece.tensors["exp_avg"].flatten() for piece in shard_pieces(run.optimizer)]))
-    assert norms[0] == norms[1] == norms[2] > 10
-    assert torch.equal(moments[0], moments[1])
-    torch.testing.assert_close(moments[2] * norms[0], moments[0], rtol=1e-5, atol=1e-9)
-
-
-def test_weight_decay_reaches_matrices_and_not_norms() -> None:
-    run = trainer(SINGLE, Layout())
-    run.optimizer.settle()
-    before = {name: p.detach().clone() for name, p in parameters_of(run).items()}
-    deliver(run, {name: torch.zeros_like(p) for name, p in before.items()})
-    run.optimizer.step(0.5, clip=1.0)
-    run.optimizer.settle()
-    for name, parameter in parameters_of(run).items():
-        factor = 1 - 0.5 * OPTIMIZER.weight_decay if parameter.dim() > 1 else 1.0
-        torch.testing.assert_close(parameter, before[name] * factor, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.few(4)
@@ -224,38 +194,3 @@ def test_bf16_parameters_are_the_rounded_fp32_masters() -> None:
     down = "model.layers.0.mlp.down_proj.weight"
     assert torch.equal(parameters_of(run)[down], masters[down].to(torch.bfloat16))
     assert not torch.equal(masters[down], masters[down].to(torch.bfloat16).float()), "the master holds more than bf16"
-
-
-def test_bf16_training_follows_fp32() -> None:
-    bf16, fp32 = (trainer(SINGLE, Layout(bf16=narrow)) for narrow in (True, False))
-    for step in range(10):
-        (loss, norm), (exact_loss, exact_norm) = bf16.step(step), fp32.step(step)
-        assert float(loss) == pytest.approx(float(exact_loss), rel=5e-3)
-        assert float(norm) == pytest.approx(float(exact_norm), rel=5e-2)
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A source that remembers what it was asked for."""
-
-    asked: list[Rectangle]
-
-    def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
-        self.asked.append(rectangle)
-        out.zero_()
-
-
-def asked_for(place: Place, layout: Layout) -> int:
-    run = trainer(place, layout)
-    source: Callable[[Rectangle, Tensor], None] = Recorded([])
-    run.optimizer.load_weights(source)
-    run.optimizer.settle()
-    return sum(rectangle.numel for rectangle in source.asked)
-
-
-@pytest.mark.long
-def test_a_rank_loads_its_shard_only(cluster: Cluster) -> None:
-    total = parameter_count(MODEL)
-    asked = cluster.run(4, asked_for, Layout(dp=4))
-    assert sum(asked) == total and max(asked) < 0.3 * total
-    assert cluster.run(2, asked_for, Layout(dp=2, strategy="no_shard")) == [total, total]

@@ -169,26 +169,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(cluster: Cluster, layout:
     assert story.losses[-1] < 0.8 * story.losses[0]
 
 
-def own_gradients(place: Place, layout: Layout) -> list[bool]:
-    """Whether the gradients of this rank's logits are finite, and whether all of them are zero."""
-    run, found = trainer(place, layout), list[torch.Tensor]()
-    [stage] = run.stages.values()
-
-    def listen(module: torch.nn.Module, inputs: object, logits: torch.Tensor) -> None:
-        logits.register_hook(found.append)
-
-    stage.register_forward_hook(listen)
-    only_one_token(run, 0)
-    return [all(bool(grad.isfinite().all()) for grad in found), not any(bool(grad.any()) for grad in found)]
-
-
-def test_only_one_rank_overflows(cluster: Cluster) -> None:
-    """What the story above rests on."""
-    layout = Layout(dp=2, fp16=True, loss_scale=2.0**17)
-    assert cluster.run(2, own_gradients, layout) == [[True, True], [False, False]]
-    assert cluster.run(2, own_gradients, replace(layout, loss_scale=2.0**10)) == [[True, True], [True, False]]
-
-
 def save_scaled(place: Place, layout: Layout, folder: Path) -> list[float]:
     run = trainer(place, layout)
     run.step(0)

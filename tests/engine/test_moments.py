@@ -13,11 +13,13 @@ import pytest
 import torch
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.native import load, require_complete, save
-from megatron_llama.config.schema import Config
+from megatron_llama.config.schema import Config, OptimizerConfig
 from megatron_llama.engine.comm.streams import Future
 from megatron_llama.engine.pieces import shard_pieces
 from megatron_llama.engine.plan.limits import UPDATE_PIECE
 from megatron_llama.engine.plan.specs import Rectangle
+from megatron_llama.engine.rules.moments import EightBitMoment, Table, Tables, open_moment
+from megatron_llama.engine.rules.update_rule import rounded_adamw_step
 from megatron_llama.errors import CheckpointError
 from megatron_llama.launch.launcher import Place
 from torch import Tensor
@@ -211,10 +213,6 @@ def test_every_layout_rounds_what_it_keeps(cluster: Cluster, layout: MomentLayou
 @pytest.mark.parametrize("kept", ["bf16", "8bit"])
 def test_an_update_in_pieces_is_the_update_of_all(kept: str) -> None:
     """Also of more elements than a piece has, and a skipped one changes nothing."""
-    from megatron_llama.config.schema import OptimizerConfig
-    from megatron_llama.engine.rules.moments import Tables, open_moment
-    from megatron_llama.engine.rules.update_rule import rounded_adamw_step
-
     count, config = UPDATE_PIECE + 128, OptimizerConfig(adam_beta2=BETA2)
     tables = Tables.on(torch.device("cpu"))
     draw = torch.Generator().manual_seed(1)
@@ -282,8 +280,6 @@ def test_eight_bits_in_checkpoints(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_eight_bits_lose_nothing_on_average() -> None:
     """A moment that decays by a thousandth of itself falls, where rounding to the nearest would keep it for ever; and what is positive stays so."""
-    from megatron_llama.engine.rules.moments import EightBitMoment, Tables
-
     everything = slice(0, 6400)
     start = torch.logspace(-5, 0, 6400).view(64, 100).t().flatten().contiguous()
     start[::64] = 1.0  # the scale of each block stays
@@ -306,8 +302,6 @@ def test_eight_bits_lose_nothing_on_average() -> None:
 @pytest.mark.parametrize("extremes", [(-1.0, 1.0), (-3.0, 2.0)])
 def test_the_largest_of_a_block_is_kept_exactly(extremes: tuple[float, float]) -> None:
     """Also a negative one: else it would shrink at each update."""
-    from megatron_llama.engine.rules.moments import EightBitMoment, Tables
-
     values = torch.linspace(*extremes, 64)
     moment = EightBitMoment(values, Tables.on(torch.device("cpu")), signed=True)
     for step in range(1, 6):
@@ -322,8 +316,6 @@ def test_the_largest_of_a_block_is_kept_exactly(extremes: tuple[float, float]) -
 @pytest.mark.parametrize("signed", [True, False])
 def test_places_in_a_table_are_those_of_a_search(signed: bool) -> None:
     """Of all numbers of the table and their neighbours, of the first and last numbers with the same first bits, and of any."""
-    from megatron_llama.engine.rules.moments import Table
-
     made = Table.on(torch.device("cpu"), signed=signed)
     assert torch.equal(made.numbers, table(signed))
     edges = (torch.arange(1 << 16, dtype=torch.int32) << 16).view(torch.float32)

@@ -29,7 +29,7 @@ from megatron_llama.engine.pieces import held_memory, step_counts
 from megatron_llama.engine.plan.memory import state_bytes
 from megatron_llama.engine.plan.offload import offload_plan
 from megatron_llama.engine.replicas import check_replicas
-from megatron_llama.engine.rules.update_rule import AdamW, adamw_step
+from megatron_llama.engine.rules.update_rule import adamw_step
 from megatron_llama.errors import OffloadError, TrainingError
 from megatron_llama.launch.launcher import Place
 from megatron_llama.model.llama import build_stages
@@ -480,10 +480,6 @@ def flipped_on_the_host(place: Place, layout: Layout) -> str:
     except TrainingError as error:
         return str(error)
     return ""
-
-
-def test_without_offload_nothing_of_it_is_there() -> None:
-    assert all(isinstance(rule, AdamW) for rule in trainer(SINGLE, Layout()).optimizer.rules.distinct)
 
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_allocated() -> None:

@@ -359,20 +359,6 @@ def test_a_product_is_accumulated_at_least_in_fp32(dtype: torch.dtype) -> None:
         torch.testing.assert_close(view.double(), times * exact, rtol=tolerance, atol=4 * tolerance)
 
 
-def test_schemas_of_the_wide_product() -> None:
-    """Ours, and the overload of torch that it calls."""
-    assert (
-        str(addmm_fp32._opoverload._schema) == "megatron_llama::addmm_fp32(Tensor(a0!) view, Tensor left, Tensor right, float beta) -> ()"
-    )
-    assert str(torch.ops.aten.addmm.dtype_out._schema) == (
-        "aten::addmm.dtype_out(Tensor self, Tensor mat1, Tensor mat2, ScalarType out_dtype, *, "
-        "Scalar beta=1, Scalar alpha=1, Tensor(a!) out) -> Tensor(a!)"
-    )
-    left, right = factors(torch.bfloat16, "cpu")
-    with pytest.raises(RuntimeError, match=r"Could not run 'aten::addmm.dtype_out' with arguments from the 'CPU' backend"):
-        addmm_fp32(torch.zeros(5, 3), left, right, 0.0)
-
-
 class Operators(TorchDispatchMode):
     """The operators that are called, and the numbers they are given."""
 

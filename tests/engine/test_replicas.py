@@ -14,29 +14,23 @@ from tests.harness import Cluster
 from tests.parallel.cases import Layout, trainer
 
 DP3 = Layout(dp=3, bucket=20_000)
-LAYOUTS: Mapping[str, Layout] = {
-    "dp": DP3,
-    "no shards": Layout(dp=2, strategy="no_shard"),
-    "hybrid": Layout(dp=4, strategy="optim_grads_params", shard_size=2),
-    "early": Layout(dp=2, early=True, clip=0.0, prefetch=1),
-    "tp": Layout(tp=2, sp=True),
-    "key and value heads": Layout(tp=4, kv_heads=2),
-    "tied": Layout(pp=2, tied=True, bf16=True),
-    "frozen": Layout(dp=2, strategy="optim_grads_params", freeze=("model.layers.*",)),
-    "everything": Layout(tp=2, sp=True, pp=2, dp=2, tied=True, strategy="optim_grads"),
-}
 MOMENTS = {"master", "exp_avg", "exp_avg_sq"}
-COMPARED: Mapping[str, dict[str, set[str]]] = {
-    "dp": {"dp": {"gathered"}},
-    "no shards": {"dp": {"gathered", *MOMENTS}},
-    "hybrid": {"dp": {"gathered"}, "dp_replica": MOMENTS},
-    "early": {"dp": {"gathered"}},
-    "tp": {"tp": MOMENTS},
-    "key and value heads": {"tp": MOMENTS, "kv": MOMENTS},
-    "tied": {"embedding": MOMENTS},
-    "frozen": {"dp": {"gathered"}},
-    "everything": {"dp": {"gathered"}, "tp": MOMENTS, "embedding": MOMENTS},
+GATHERED = {"dp": {"gathered"}}
+LAYOUTS: Mapping[str, tuple[Layout, dict[str, set[str]]]] = {
+    "dp": (DP3, GATHERED),
+    "no shards": (Layout(dp=2, strategy="no_shard"), {"dp": {"gathered", *MOMENTS}}),
+    "hybrid": (Layout(dp=4, strategy="optim_grads_params", shard_size=2), {**GATHERED, "dp_replica": MOMENTS}),
+    "early": (Layout(dp=2, early=True, clip=0.0, prefetch=1), GATHERED),
+    "tp": (Layout(tp=2, sp=True), {"tp": MOMENTS}),
+    "key and value heads": (Layout(tp=4, kv_heads=2), {"tp": MOMENTS, "kv": MOMENTS}),
+    "tied": (Layout(pp=2, tied=True, bf16=True), {"embedding": MOMENTS}),
+    "frozen": (Layout(dp=2, strategy="optim_grads_params", freeze=("model.layers.*",)), GATHERED),
+    "everything": (
+        Layout(tp=2, sp=True, pp=2, dp=2, tied=True, strategy="optim_grads"),
+        {**GATHERED, "tp": MOMENTS, "embedding": MOMENTS},
+    ),
 }
+"""And what is compared over which axis."""
 
 
 def compared(place: Place, layout: Layout) -> dict[str, set[str]]:
@@ -56,8 +50,8 @@ def compared(place: Place, layout: Layout) -> dict[str, set[str]]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_true_replicas_are_left_alone(name: str, cluster: Cluster) -> None:
     """And every copy there is is looked at."""
-    for found in cluster.run(LAYOUTS[name].world_size, compared, LAYOUTS[name]):
-        assert found == COMPARED[name]
+    layout, expected = LAYOUTS[name]
+    assert cluster.run(layout.world_size, compared, layout) == [expected] * layout.world_size
 
 
 def flipped(place: Place, layout: Layout, victim: int, axis: str, what: str) -> tuple[str, str, float, float]:
@@ -79,9 +73,9 @@ def flipped(place: Place, layout: Layout, victim: int, axis: str, what: str) -> 
 
 FLIPS = [
     (DP3, 1, "dp", "gathered", "ranks 0, 2"),
-    (LAYOUTS["hybrid"], 3, "dp_replica", "exp_avg", "rank 1"),
-    (LAYOUTS["tp"], 1, "tp", "master", "rank 0"),
-    (LAYOUTS["key and value heads"], 3, "kv", "exp_avg_sq", "rank 2"),
+    (LAYOUTS["hybrid"][0], 3, "dp_replica", "exp_avg", "rank 1"),
+    (LAYOUTS["tp"][0], 1, "tp", "master", "rank 0"),
+    (LAYOUTS["key and value heads"][0], 3, "kv", "exp_avg_sq", "rank 2"),
     (Layout(pp=2, tied=True), 1, "embedding", "master", "rank 0"),
 ]
 

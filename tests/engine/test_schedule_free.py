@@ -21,16 +21,7 @@ from tests import torch_twin
 from tests.engine.test_moments import Found, whole
 from tests.engine.test_param_groups import GROUPS, options
 from tests.harness import Cluster, WorkerError
-from tests.parallel.cases import (
-    LOSS_BOUND,
-    NORM_BOUND,
-    OPTIMIZER,
-    STEPS,
-    Layout,
-    deviation,
-    global_samples,
-    trainer,
-)
+from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, OPTIMIZER, STEPS, Layout, deviation, global_samples, trainer
 from tests.torch_twin import hf_model, next_token_loss
 
 BETAS = (0.9, 0.95)
@@ -52,11 +43,7 @@ class AveragedLayout(Layout):
     def config(self) -> Config:
         config = super().config()
         optimizer = replace(
-            config.optimizer,
-            optimizer="schedule_free_adamw",
-            lr_decay_style="constant",
-            adam_beta1=BETAS[0],
-            adam_beta2=BETAS[1],
+            config.optimizer, optimizer="schedule_free_adamw", lr_decay_style="constant", adam_beta1=BETAS[0], adam_beta2=BETAS[1],
             param_group=self.groups,
         )
         return replace(config, optimizer=optimizer)

@@ -41,13 +41,8 @@ def test_times_are_those_of_a_pair() -> None:
     """Ours has trained on twice as many pairs in the same time, then on as many in half of it, and a quarter of the processor's."""
     turns = {"ours": [Turn(4.0, 4.0, 16, 0.69), Turn(2.0, 1.0, 8, 0.69)], "trl": [Turn(4.0, 4.0, 8, 0.69), Turn(4.0, 4.0, 8, 0.69)]}
     assert ratios(turns, "seconds") == [0.5, 0.5] and ratios(turns, "cpu_seconds") == [0.5, 0.25]
-    assert list(report(BenchConfig(rounds=2, steps=1), turns)) == [
-        "lengths as they are, ours packed; 2 rounds of 1 steps",
-        "ours     250.0 ms a pair,    187.5 ms of the processor",
-        "trl      500.0 ms a pair,    500.0 ms of the processor",
-        "ours / TRL by clock: 0.500 (0.500 to 0.500)",
-        "ours / TRL by processor: 0.375 (0.250 to 0.500)",
-    ]
+    *_, clock, processor = report(BenchConfig(rounds=2, steps=1), turns)
+    assert (clock, processor) == ("ours / TRL by clock: 0.500 (0.500 to 0.500)", "ours / TRL by processor: 0.375 (0.250 to 0.500)")
 
 
 @pytest.mark.long

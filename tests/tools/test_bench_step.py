@@ -14,7 +14,7 @@ from megatron_llama.config.schema import Config, ModelConfig, TrainingConfig
 from megatron_llama.engine.comm import device as devices
 from megatron_llama.metrics.flops import flops_per_token
 from megatron_llama.train.setup.resolve import check
-from tools.bench_step import Clock, Found, Row, StepConfig, baseline_of, disagreements, report, rows_of, steps_in_time
+from tools.bench_step import Clock, Found, Row, StepConfig, disagreements, report, rows_of, steps_in_time
 from tools.processor import processor
 from tools.step.contenders import Entry
 from tools.step.families import ratios, tasks_of
@@ -86,27 +86,11 @@ def test_other_losses_are_an_error() -> None:
     assert len(disagreements(found((float("nan"), 4.9)).samples)) == 1
 
 
-def test_the_baseline_and_the_processor() -> None:
-    samples = found((5.0, 4.9)).samples
-    assert baseline_of(samples) == HF and baseline_of({OURS: samples[OURS]}) == OURS
-    assert baseline_of({OURS: [], Entry("hf-compile", "bf16"): []}) == Entry("hf-compile", "bf16")
-    assert "avx512_bf16" in processor()
-
-
 def test_a_round_has_the_steps_that_there_is_time_for() -> None:
     """Beside 5 s for the ceilings; a step of each takes 5 s."""
     a_step = {HF: 2.0, OURS: 3.0}
     found = [steps_in_time(a_step, StepConfig(steps=2), Clock(budget)) for budget in (float("inf"), 16.0, 11.0, 9.0)]
     assert found == [2, 2, 1, 0]
-
-
-@pytest.mark.long
-def test_without_time_one_round_of_one_contender_is_run() -> None:
-    """The others are named."""
-    done = run("--contenders", "ours", "torch", "--dtypes", "fp32", "--budget", "1")
-    assert done.returncode == 0, done.stderr
-    assert "torch fp32          left out: there is no time for it (--budget)" in done.stdout
-    assert "contender 2 of 2" in done.stderr and "round 1 of 1" in done.stderr
 
 
 @pytest.mark.parametrize("multiplies", [False, True], ids=["fp32", "bf16"])

@@ -7,11 +7,11 @@ import re
 import pytest
 import torch
 from tools.overlap import report
-from tools.overlap.catalogue import BLOCKS, HF, HF_NAMES, MODES, USER, baseline, configuration, mode_named, parameters, strategy_minimum
+from tools.overlap.catalogue import BLOCKS, HF, MODES, configuration, mode_named, parameters, strategy_minimum
 from tools.overlap.contender import Model
 from tools.overlap.job import Sample
 from tools.overlap.measure import batch_of, stray
-from tools.overlap.memory import Moment, bytes_in_use, growth, peak_resident
+from tools.overlap.memory import bytes_in_use, peak_resident
 from tools.overlap.user import UserModel
 from tools.overlap.waits import Clock
 
@@ -55,17 +55,6 @@ def test_the_minimum_of_a_strategy(name: str, again: int) -> None:
     assert mode is not None
     block = 4 * 256 * 256 + 3 * 256 * 688 + 2 * 256
     assert strategy_minimum(mode, 4) == 3 * (2 * parameters() + again * block)
-
-
-def test_names() -> None:
-    assert set(USER) <= {*HF_NAMES, "compute", "optim", "optim_grads_params-3"}
-    assert [baseline(name) for name in ("optim", "hf:optim", "hf:ddp")] == ["compute", "hf:compute", "hf:compute"]
-
-
-def test_growth() -> None:
-    flat = [Moment(10, 30), Moment(12, 40), Moment(12, 38), Moment(12, 40)]
-    assert growth(flat) == (0, 0)
-    assert growth([*flat, Moment(15, 47)]) == (3, 7)
 
 
 def test_what_is_allocated_is_seen() -> None:

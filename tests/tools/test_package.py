@@ -50,20 +50,14 @@ def test_nobody_is_told_to_install_a_name_that_is_not_ours() -> None:
     ("text", "is_told"),
     [
         ("pip install megatron-llama", True),
-        ("pip install 'megatron-llama[fsspec]'", True),
         ("python -m pip install --upgrade megatron_llama==0.1.0", True),
         ("uv add Megatron-LLaMA", True),
-        ("uv tool install megatron-llama", True),
         ("it needs `pip install\n'megatron-llama[hf]'`", True),
         ("pip install --quiet \\\n    megatron-llama", True),
-        ("pip install '.[fsspec]'", False),
         ("pip install dist/megatron_llama-0.1.0-py3-none-any.whl", False),
-        ("pip install 'megatron_llama-0.1.0-py3-none-any.whl[hf]'", False),
-        ("pip install megatron_llama/", False),
         ("pip install ./megatron-llama", False),
         ("pip install git+https://host/somebody/megatron-llama", False),
         ("pip install '.[hf]' && pip uninstall -y megatron-llama", False),
-        ("pip install torch\npython -m megatron_llama env", False),
     ],
 )
 def test_what_counts_as_telling(text: str, is_told: bool) -> None:

@@ -6,18 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from megatron_llama.schedule import (
-    Action,
-    Costs,
-    Op,
-    Report,
-    Schedule,
-    forward_only,
-    placement_of,
-    schedule_named,
-    simulate,
-    validate,
-)
+from megatron_llama.schedule import Action, Costs, Op, Report, Schedule, forward_only, placement_of, schedule_named, simulate, validate
 
 RANKS = range(1, 9)
 

@@ -36,11 +36,7 @@ from tests.checkpoint.cases import full_disk, state_at
 from tests.harness import Cluster
 
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
 MODELS: dict[str, dict[str, Any]] = {

@@ -30,8 +30,7 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.checkpoint.cases import load_under, merged, same, save_under
 from tests.checkpoint.model_folders.test_hf import tensors
-from tests.converter.converting import convert, hf_folder, refusal
-from tests.converter.test_convert_families import assert_same_model
+from tests.converter.converting import assert_same_model, convert, hf_folder, refusal
 from tests.harness import Cluster
 from tests.model.families.twins import TWINS
 from tests.model.test_reward import hf_reward_model, reward_model

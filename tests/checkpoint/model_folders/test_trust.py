@@ -56,26 +56,19 @@ def generated(folder: Path, capsys: Capture) -> tuple[int, str]:
     return status, capsys.readouterr().err
 
 
-def test_every_file_of_a_conversion_is_listed(written_export: Path, source: Path, tmp_path: Path) -> None:
-    folders = [written_export]
-    for to in ("meta", "megatron", "torch_dist"):
-        folders.append(convert(source, tmp_path / to, "--to", to, *(["--make-vocab-size-divisible-by", "1"] if to != "meta" else [])))
-    for folder in folders:
+def test_every_file_of_a_conversion_is_listed_and_those_of_the_weights_are_known(written_export: Path, source: Path, tmp_path: Path) -> None:
+    """Of the weights are all in which a format keeps tensors, in the folder itself or in the one that a tracker names, and nothing else."""
+    padding = ["--make-vocab-size-divisible-by", "1"]
+    folders = {"safetensors": written_export, "pth": convert(source, tmp_path / "meta", "--to", "meta")}
+    folders |= {end: convert(source, tmp_path / to, "--to", to, *padding) for to, end in (("megatron", "pt"), ("torch_dist", "distcp"))}
+    for ending, folder in folders.items():
         subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=folder, check=True)
         listed = {line.split("  ")[1] for line in (folder / "SHA256SUMS").read_text().splitlines()}
         there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         assert there - listed == {"SHA256SUMS"} | ({"latest_checkpointed_iteration.txt"} & there)
-
-
-def test_the_files_of_the_weights(written_export: Path, source: Path, tmp_path: Path) -> None:
-    """They are all in which a format keeps tensors, in the folder itself or in the one that a tracker names, and nothing else."""
-    assert weight_files(written_export) == [written_export / "model.safetensors"]
-    for to, ending in (("meta", "pth"), ("megatron", "pt"), ("torch_dist", "distcp")):
-        folder = convert(source, tmp_path / to, "--to", to, *(["--make-vocab-size-divisible-by", "1"] if to != "meta" else []))
-        tensors = set(folder.rglob(f"*.{ending}"))
-        found = set(weight_files(folder))
-        assert tensors and tensors <= found
-        assert {path.name for path in found - tensors} == ({"common.pt", ".metadata", "metadata.json"} if to == "torch_dist" else set())
+        tensors, found = set(folder.rglob(f"*.{ending}")), set(weight_files(folder))
+        others = {"common.pt", ".metadata", "metadata.json"} if ending == "distcp" else set()
+        assert tensors and tensors <= found and {path.name for path in found - tensors} == others
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])

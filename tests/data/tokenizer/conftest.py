@@ -1,16 +1,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import pytest
 from megatron_llama.data.tokenizer.spm import SentencePieceTokenizer, train_tokenizer
-
-
-@pytest.fixture(scope="session")
-def texts() -> list[str]:
-    """Python's language reference: 0.46 MB of English, code and tables."""
-    return [topics[name] for name in sorted(topics)]
 
 
 @pytest.fixture(scope="session")

@@ -61,11 +61,7 @@ def llama2(folder: Path) -> None:
     """A sentencepiece BPE alone; begin tokens are a flag of tokenizer_config.json."""
     _sentencepiece(folder, "bpe")
     flags = {
-        "add_bos_token": True,
-        "add_eos_token": False,
-        "legacy": False,
-        "pad_token": None,
-        "padding_side": "right",
+        "add_bos_token": True, "add_eos_token": False, "legacy": False, "pad_token": None, "padding_side": "right",
         "sp_model_kwargs": {},
     }
     named = {name: _added(text, "__type") for name, text in _UNK_BOS_EOS.items()}
@@ -181,11 +177,7 @@ def qwen(folder: Path) -> None:
     _save_with_vocab(tokenizer, folder)
     names = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": _END, "unk_token": None}
     flags = {
-        "add_bos_token": False,
-        "add_prefix_space": False,
-        "errors": "replace",
-        "split_special_tokens": False,
-        "model_max_length": 32768,
+        "add_bos_token": False, "add_prefix_space": False, "errors": "replace", "split_special_tokens": False, "model_max_length": 32768,
     }
     more = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "chat_template": CHATML, "clean_up_tokenization_spaces": False}
     _config(folder, "Qwen2Tokenizer", {**flags, **names, **more, **_decoder(tokenizer)})

@@ -30,15 +30,8 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         return load_tokenizer(folder)
     (folder / "text").write_text("Plain words, and more of them.\n" * 20)
     spm.SentencePieceTrainer.train(
-        input=str(folder / "text"),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=300,
-        model_type="bpe",
-        byte_fallback=True,
-        minloglevel=2,
-        hard_vocab_limit=False,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
+        input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), vocab_size=300, model_type="bpe", byte_fallback=True,
+        minloglevel=2, hard_vocab_limit=False, normalization_rule_name="identity", remove_extra_whitespaces=False,
     )
     return load_tokenizer(Path(folder / "tokenizer.model"))
 

@@ -16,7 +16,6 @@ import tiktoken
 from megatron_llama.data.tokenizer.hf import HFTokenizer
 from megatron_llama.data.tokenizer.load import load_tokenizer
 from megatron_llama.data.tokenizer.packed import unpack
-from megatron_llama.data.tokenizer.spm import SentencePieceTokenizer
 from megatron_llama.data.tokenizer.tiktoken import SPLIT, TiktokenTokenizer, _is_usual, byte_characters, special_tokens
 from megatron_llama.errors import DataError
 from transformers import AutoTokenizer
@@ -97,26 +96,8 @@ def random_bytes(count: int) -> list[str]:
 def runs(count: int) -> list[str]:
     draw = random.Random(2)
     units = [
-        " ",
-        "\n",
-        "\r\n",
-        "\t",
-        "-",
-        "=",
-        "* ",
-        "ab ",
-        "a",
-        "'s",
-        "'LL",
-        "\u017f",
-        "'\u017f",
-        "7",
-        "\u00a0",
-        "\u3000",
-        "\u0085",
-        "\u180e",
-        "re",
-        " zqxjk",
+        " ", "\n", "\r\n", "\t", "-", "=", "* ", "ab ", "a", "'s", "'LL", "\u017f", "'\u017f", "7", "\u00a0", "\u3000", "\u0085",
+        "\u180e", "re", " zqxjk",
     ]
     return ["".join(draw.choice(units) * draw.choice([1, 1, 2, 9]) for _ in range(12)) for _ in range(count)]
 
@@ -128,9 +109,7 @@ def library() -> list[str]:
 
 
 EVERYTHING: dict[str, Callable[[], list[str]]] = {
-    "library": lambda: library()[::3],
-    "unicode": lambda: random_characters(700),
-    "bytes": lambda: random_bytes(700),
+    "library": lambda: library()[::3], "unicode": lambda: random_characters(700), "bytes": lambda: random_bytes(700),
     "runs": lambda: runs(1000),
 }
 
@@ -198,25 +177,12 @@ def test_names_of_the_special_tokens() -> None:
     """As published: ids from 128000 on."""
     old, new = special_tokens("3"), special_tokens("3.1")
     assert len(old) == len(set(old)) == len(new) == len(set(new)) == 256
-    assert (old[4], old[5], old[8], old[9], old[10], old[255]) == tuple(
-        f"<|{name}|>"
-        for name in (
-            "reserved_special_token_2",
-            "reserved_special_token_3",
-            "reserved_special_token_4",
-            "eot_id",
-            "reserved_special_token_5",
-            "reserved_special_token_250",
-        )
-    )
-    assert new[2:6] == [
-        "<|reserved_special_token_0|>",
-        "<|reserved_special_token_1|>",
-        "<|finetune_right_pad_id|>",
-        "<|reserved_special_token_2|>",
-    ]
-    assert new[8:12] == ["<|eom_id|>", "<|eot_id|>", "<|python_tag|>", "<|reserved_special_token_3|>"]
-    assert new[255] == "<|reserved_special_token_247|>"
+    reserved = "reserved_special_token"
+    old_names = {4: f"{reserved}_2", 5: f"{reserved}_3", 8: f"{reserved}_4", 9: "eot_id", 10: f"{reserved}_5", 255: f"{reserved}_250"}
+    new_names = {2: f"{reserved}_0", 3: f"{reserved}_1", 4: "finetune_right_pad_id", 5: f"{reserved}_2", 8: "eom_id", 9: "eot_id"}
+    new_names |= {10: "python_tag", 11: f"{reserved}_3", 255: f"{reserved}_247"}
+    for names, expected in ((old, old_names), (new, new_names)):
+        assert {place: names[place] for place in expected} == {place: f"<|{name}|>" for place, name in expected.items()}
 
 
 @pytest.mark.parametrize(("params", "name"), [({"use_scaled_rope": True}, "<|eom_id|>"), ({"dim": 64}, "<|reserved_special_token_4|>")])
@@ -225,11 +191,6 @@ def test_the_version_is_read_beside_the_file(params: dict[str, object], name: st
     (tmp_path / "params.json").write_text(json.dumps({**params, "vocab_size": VOCAB + 256}))
     load_tokenizer(tmp_path).save_hf(tmp_path / "out")
     assert load_tokenizer(tmp_path / "out").encode(name) == [VOCAB + 8]
-
-
-def test_kinds_of_model_files_are_told_apart(folder: Path, model: Path) -> None:
-    assert isinstance(load_tokenizer(folder / "tokenizer.model"), SentencePieceTokenizer)
-    assert isinstance(load_tokenizer(model.parent), TiktokenTokenizer)
 
 
 @pytest.mark.parametrize(

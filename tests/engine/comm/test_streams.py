@@ -20,13 +20,17 @@ def stream(request: pytest.FixtureRequest) -> Stream:
     return opened
 
 
-def test_work_runs_in_order(stream: Stream) -> None:
+@pytest.mark.parametrize("way", ["run", "issue"])
+def test_work_runs_in_order_and_its_errors_are_its_own(stream: Stream, way: str) -> None:
     ran: list[int] = []
-    done = [stream.run(lambda number=number: ran.append(number)) for number in range(100)]
+    start = getattr(stream, way)
+    done = [start(lambda number=number: ran.append(number)) for number in range(100)]
     done[-1].wait()
     assert ran == list(range(100))
     done[0].wait()
     done[0].wait()
+    with pytest.raises(ZeroDivisionError):
+        start(_fail).wait()
 
 
 def test_what_is_issued_need_not_wait_for_what_runs() -> None:
@@ -40,15 +44,6 @@ def test_what_is_issued_need_not_wait_for_what_runs() -> None:
     stream.run_update(lambda: names.append(threading.current_thread().name)).wait()
     stream.close()
     assert names == ["issue", "follow_up True", "follow_up"]
-
-
-def test_what_is_issued_keeps_its_order_and_its_errors(stream: Stream) -> None:
-    ran: list[int] = []
-    issued = [stream.issue(lambda number=number: ran.append(number)) for number in range(100)]
-    issued[-1].wait()
-    assert ran == list(range(100))
-    with pytest.raises(ZeroDivisionError):
-        stream.issue(_fail).wait()
 
 
 def test_autograd_is_off(stream: Stream) -> None:
