@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_llama.engine.options import LossScaling
     from megatron_llama.engine.shard.engine import ModuleEngine
     from megatron_llama.engine.shard.more_optimizers import ScheduleFreeAdamW, elementwise
+    from megatron_llama.engine.shard.muon import Muon
     from megatron_llama.engine.shard.optimizer import AdamW, group
     from megatron_llama.engine.shard.shard import shard
     from megatron_llama.engine.shard.unit_policies import unit
@@ -45,6 +46,7 @@ __all__ = (
     "LossScaling",
     "Merged",
     "ModuleEngine",
+    "Muon",
     "Plan",
     "PlannedLayout",
     "PreprocessReport",
@@ -84,6 +86,7 @@ _MODULES = MappingProxyType(
         "LossScaling": "engine.options",
         "Merged": "converter.api.merge",
         "ModuleEngine": "engine.shard.engine",
+        "Muon": "engine.shard.muon",
         "Plan": "planner.api.plan",
         "PlannedLayout": "planner.api.plan",
         "PreprocessReport": "data.preprocess",

@@ -1,4 +1,4 @@
-"""A user's description of the optimizer: ``AdamW``, ``group``, or an optimizer of torch.
+"""A user's description of the optimizer: ``AdamW``, ``group``, or optimizers of torch.
 
 ``parameter_groups`` makes one list of groups of all three. Everything in a group is updated with
 the same learning rate and options, as in torch.optim. ``torch_groups.py`` reads torch's.
@@ -6,10 +6,10 @@ the same learning rate and options, as in torch.optim. ``torch_groups.py`` reads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
 
 import torch
@@ -26,6 +26,9 @@ from megatron_llama.engine.options import (
 )
 from megatron_llama.engine.shard.names import ParameterNames
 from megatron_llama.errors import ConfigError, counted
+
+if TYPE_CHECKING:
+    from megatron_llama.engine.shard.specs import ModuleUnit
 
 LEAST_BF16 = 2.0**-8
 """The least share by which any number in bf16 can fall."""
@@ -44,6 +47,7 @@ class Group:
     betas: tuple[float, float] | None = None
     eps: float | None = None
     weight_decay: float | None = None
+    kind: str | None = None
 
     def __str__(self) -> str:
         """Return the words by which messages name it."""
@@ -61,13 +65,15 @@ def group(
     betas: tuple[float, float] | None = None,
     eps: float | None = None,
     weight_decay: float | None = None,
+    kind: str | None = None,
 ) -> Group:
     """Give some parameters options of their own; what is None is as in ``AdamW``.
 
     ``match`` is a pattern of names with ``*`` and ``?``, such as ``"*.bias"``; a predicate that
     gets (name, parameter); or an iterable of parameters. A ``weight_decay`` that is given here
-    applies to all of them, whatever their dims. Raises ConfigError for a value that AdamW does not
-    have, TypeError for another ``match``."""
+    applies to all of them, whatever their dims. With ``ml.Muon`` a ``kind`` of ``"adamw"`` or
+    ``"muon"`` says which of both updates them; ``betas`` and ``eps`` count for AdamW's part alone.
+    Raises ConfigError for a value that AdamW does not have, TypeError for another ``match``."""
     chosen: Match
     if isinstance(match, str):
         chosen = match
@@ -91,8 +97,12 @@ def group(
             f"ml.group: got {match!r}, expected a pattern, a predicate or parameters; "
             'write ml.group("*.bias", ...)'
         )
-    made = Group(chosen, lr, betas, eps, weight_decay)
+    made = Group(chosen, lr, betas, eps, weight_decay, kind)
     require_valid(str(made), lr, betas, eps, weight_decay)
+    if kind not in (None, "adamw", "muon"):
+        raise ConfigError(
+            str(made), got=f"kind={kind!r}", expected='"adamw" or "muon"', do="change kind"
+        )
     return made
 
 
@@ -152,6 +162,43 @@ class AdamW:
         """The update rule, by its name in ``EngineOptions``."""
         return ADAM
 
+    def groups_of(
+        self,
+        chosen: Group,
+        members: Sequence[nn.Parameter],
+        names_of: ParameterNames,
+        units: Sequence[ModuleUnit],
+    ) -> Iterator[ParameterGroup]:
+        """Yield the groups of the trainable parameters ``members``, for which ``chosen`` has
+        options: one, or two where the weight decay depends on the dims."""
+        if chosen.kind is not None:
+            raise ConfigError(
+                str(chosen),
+                got=f"kind={chosen.kind!r} with {self}",
+                expected="it with ml.Muon alone",
+                do="leave kind out",
+            )
+        by_decay = [(members, chosen.weight_decay)]
+        if chosen.weight_decay is None:
+            by_decay = [
+                ([p for p in members if p.dim() >= 2], self.weight_decay),
+                ([p for p in members if p.dim() < 2], 0.0),
+            ]
+        for updated_alike, decay in by_decay:
+            if updated_alike and decay is not None:
+                yield ParameterGroup(
+                    self.lr if chosen.lr is None else chosen.lr,
+                    {
+                        "betas": self.betas if chosen.betas is None else chosen.betas,
+                        "eps": self.eps if chosen.eps is None else chosen.eps,
+                        "weight_decay": decay,
+                    },
+                    tuple(names_of[parameter][0] for parameter in updated_alike),
+                    str(self),
+                    self.rule,
+                    base_options(self),
+                )
+
     def __str__(self) -> str:
         """Return the words by which messages name it."""
         kept = self.exp_avg_dtype, self.exp_avg_sq_dtype
@@ -166,8 +213,15 @@ class Elementwise:
     optimizer: torch.optim.Optimizer
 
 
-Optimizer = AdamW | Elementwise | torch.optim.Optimizer
+Optimizer = AdamW | Elementwise | torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """What ``shard(optimizer=)`` takes."""
+
+
+def torch_optimizers(optimizer: Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers of torch that ``shard`` was given, perhaps none."""
+    given = optimizer.optimizer if isinstance(optimizer, Elementwise) else optimizer
+    several = given if isinstance(given, Sequence) else (given,)
+    return tuple(one for one in several if isinstance(one, torch.optim.Optimizer))
 
 
 def require_valid(
@@ -196,6 +250,8 @@ def require_valid(
 class ParameterGroup:
     """Parameters that are updated with the same options."""
 
+    by_muon: ClassVar[bool] = False
+    """Whether they are matrices that Muon updates."""
     lr: float
     options: Mapping[str, Any]
     """All other options by torch's names. They may change between steps."""
@@ -227,6 +283,10 @@ class ParameterGroup:
             adam_eps=float(options["eps"]),
         )
 
+    def read(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the options of a loaded state. Those that are None count as not there."""
+        return saved
+
     def require_valid(self, where: str, options: Mapping[str, Any]) -> None:
         """Raise ConfigError for options that the optimizer does not have: values that are no such
         numbers, or, of an optimizer of torch, that need other state."""
@@ -239,9 +299,11 @@ class ParameterGroup:
             require_valid(where, None, *numbers)
 
 
-def parameter_groups(optimizer: Optimizer, names_of: ParameterNames) -> tuple[ParameterGroup, ...]:
+def parameter_groups(
+    optimizer: Optimizer, names_of: ParameterNames, units: Sequence[ModuleUnit] = ()
+) -> tuple[ParameterGroup, ...]:
     """Return the groups of a model's trainable parameters, each parameter in one of them.
-    ``names_of`` has all parameters of the model.
+    ``names_of`` has all parameters of the model, ``units`` those of its units and root parts.
 
     Those of an optimizer of torch are its own, in its order, so that schedulers with one function
     for each group go on to work; frozen parameters are left out. Those of ``AdamW`` are its
@@ -253,14 +315,16 @@ def parameter_groups(optimizer: Optimizer, names_of: ParameterNames) -> tuple[Pa
     the model's, or asks for what the engine does not have. Raises ConfigError for an optimizer of
     torch that has been used, or that is not known to be elementwise."""
     if isinstance(optimizer, AdamW):
-        return _matched_groups(optimizer, names_of)
+        return _matched_groups(optimizer, names_of, units)
     # Most scripts have ml.AdamW or torch's AdamW, and need nothing of the optimizer's trial.
     from megatron_llama.engine.shard.torch_groups import torch_groups
 
     return torch_groups(optimizer, names_of)
 
 
-def _matched_groups(optimizer: AdamW, names_of: ParameterNames) -> tuple[ParameterGroup, ...]:
+def _matched_groups(
+    optimizer: AdamW, names_of: ParameterNames, units: Sequence[ModuleUnit]
+) -> tuple[ParameterGroup, ...]:
     _require_own_parameters(optimizer.groups, names_of.keys())
     taken: dict[nn.Parameter, int] = {}
     """The first group that matches each trainable parameter."""
@@ -291,28 +355,7 @@ def _matched_groups(optimizer: AdamW, names_of: ParameterNames) -> tuple[Paramet
     for index in (*range(len(optimizer.groups)), None):
         chosen = Group("*") if index is None else optimizer.groups[index]
         own = [p for p in names_of if p.requires_grad and taken.get(p) == index]
-        by_decay = [(own, chosen.weight_decay)]
-        if chosen.weight_decay is None:
-            by_decay = [
-                ([p for p in own if p.dim() >= 2], optimizer.weight_decay),
-                ([p for p in own if p.dim() < 2], 0.0),
-            ]
-        result += [
-            ParameterGroup(
-                optimizer.lr if chosen.lr is None else chosen.lr,
-                {
-                    "betas": optimizer.betas if chosen.betas is None else chosen.betas,
-                    "eps": optimizer.eps if chosen.eps is None else chosen.eps,
-                    "weight_decay": decay,
-                },
-                tuple(names_of[parameter][0] for parameter in members),
-                str(optimizer),
-                optimizer.rule,
-                _base(optimizer),
-            )
-            for members, decay in by_decay
-            if members and decay is not None
-        ]
+        result += optimizer.groups_of(chosen, own, names_of, units)
     # A frozen model has a group without parameters: torch.optim has no optimizer without groups.
     return tuple(result) or (_without_parameters(optimizer),)
 
@@ -320,11 +363,12 @@ def _matched_groups(optimizer: AdamW, names_of: ParameterNames) -> tuple[Paramet
 def _without_parameters(optimizer: AdamW) -> ParameterGroup:
     options = {name: getattr(optimizer, name) for name in ("betas", "eps", "weight_decay")}
     return ParameterGroup(
-        optimizer.lr, options, (), str(optimizer), optimizer.rule, _base(optimizer)
+        optimizer.lr, options, (), str(optimizer), optimizer.rule, base_options(optimizer)
     )
 
 
-def _base(optimizer: AdamW) -> UpdateOptions:
+def base_options(optimizer: AdamW) -> UpdateOptions:
+    """Return what an update rule reads of it beside learning rate and options of groups."""
     return UpdateOptions(
         exp_avg_dtype=optimizer.exp_avg_dtype, exp_avg_sq_dtype=optimizer.exp_avg_sq_dtype
     )

@@ -204,7 +204,13 @@ def unit_specs(
     name. ``dtypes`` has those of parameters that compute in another one than the engine."""
     group_of = {name: number for number, group in enumerate(groups) for name in group.names}
     specs = {
-        name: _spec(name, parameter, group_of.get(name, 0), dtypes.get(name, ""))
+        name: _spec(
+            name,
+            parameter,
+            group_of.get(name, 0),
+            dtypes.get(name, ""),
+            muon=name in group_of and groups[group_of[name]].by_muon,
+        )
         for parameter, (name, *_) in names.items()
     }
     return tuple(
@@ -219,7 +225,7 @@ def unit_specs(
     )
 
 
-def _spec(name: str, parameter: nn.Parameter, group: int, dtype: str) -> ParamSpec:
+def _spec(name: str, parameter: nn.Parameter, group: int, dtype: str, *, muon: bool) -> ParamSpec:
     shape = tuple(parameter.shape)
     return ParamSpec(
         name,
@@ -229,5 +235,6 @@ def _spec(name: str, parameter: nn.Parameter, group: int, dtype: str) -> ParamSp
         trainable=parameter.requires_grad,
         group=group,
         resident=len(shape) < 2,
+        muon=muon,
         dtype=dtype,
     )
