@@ -344,21 +344,24 @@ class Muon(UpdateRule):
         assert work.state is not None
         options = update.options
         momentum = work.state["momentum_buffer"]
-        weight: float | Tensor = 1 - options.muon_momentum
-        grad.div_(update.scale)
-        if not self._on_host:
-            # The host never learns of the skip: the momentum moves by 0, towards 0.
-            grad.masked_fill_(update.skip.bool(), 0.0)
-            weight = (weight * (1 - update.skip)).to(grad.dtype)
-            momentum.lerp_(grad, weight)
-        elif not update.skip:
-            momentum.lerp_(grad, weight)
-        work.state["step"].add_(1 - update.skip)
-        if options.muon_nesterov:
-            # In place: this is the last read of the gradient of this step.
-            work.buffer.copy_(grad.lerp_(momentum, options.muon_momentum))
-        else:
+        if self._on_host and update.skip:
+            # The gradient stays as it is. Divided by a scale that is NaN, a bucket's padding, which
+            # no backward pass writes, would be NaN in all later steps.
             work.buffer.copy_(momentum)
+        else:
+            grad.div_(update.scale)
+            weight: float | Tensor = 1 - options.muon_momentum
+            if not self._on_host:
+                # The host never learns of the skip: the momentum moves by 0, towards 0.
+                grad.masked_fill_(update.skip.bool(), 0.0)
+                weight = (weight * (1 - update.skip)).to(grad.dtype)
+            momentum.lerp_(grad, weight)
+            work.state["step"].add_(1 - update.skip)
+            if options.muon_nesterov:
+                # In place: this is the last read of the gradient of this step.
+                work.buffer.copy_(grad.lerp_(momentum, options.muon_momentum))
+            else:
+                work.buffer.copy_(momentum)
         for target, source in work.copies_to_owner:
             target.copy_(source)
         work.to_owners.start()
