@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from megatron_llama.engine.shard.engine import ModuleEngine
     from megatron_llama.engine.shard.more_optimizers import ScheduleFreeAdamW, elementwise
     from megatron_llama.engine.shard.muon import Muon
-    from megatron_llama.engine.shard.optimizer import AdamW, group
+    from megatron_llama.engine.shard.optimizer import AdamW
     from megatron_llama.engine.shard.shard import shard
     from megatron_llama.engine.shard.unit_policies import unit
+    from megatron_llama.engine.shard.user_groups import group
     from megatron_llama.errors import UserError
     from megatron_llama.planner.api.plan import Plan, PlannedLayout, plan
     from megatron_llama.train.api.common.trained import Trained
@@ -102,7 +103,7 @@ _MODULES = MappingProxyType(
         "convert": "converter.api.convert",
         "elementwise": "engine.shard.more_optimizers",
         "generate": "train.api.generate",
-        "group": "engine.shard.optimizer",
+        "group": "engine.shard.user_groups",
         "load": "train.api.load",
         "merge": "converter.api.merge",
         "plan": "planner.api.plan",

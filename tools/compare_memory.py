@@ -1,19 +1,21 @@
 """Bytes that one rank of data parallelism needs for its state, under ``megatron_llama.shard`` and
-under FSDP2: ``python -m tools.compare_memory``.
+under FSDP2: ``python -m tools.compare_memory``, and with ``--optimizers`` for each optimizer.
 
 Nothing is allocated. Ours is what the plan says of which the engine is made;
 ``tests/tools/test_compare_memory.py`` checks it against the engine itself on torch's device
 ``meta``. FSDP2's is what torch's ``FSDPMemTracker`` sees of real FSDP2 objects with fake tensors
-and a fake process group, at the highest moment of a second microbatch. The gaps that a caching
-allocator leaves are in neither. Activations are left out of both: they are the same.
+and a fake process group, at the highest moment of a second microbatch, and the state that its real
+optimizers hold of its shards. The gaps that a caching allocator leaves are in neither. Activations
+are left out of both: they are the same.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,14 +25,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_llama.engine.options import BF16, EngineOptions
+from megatron_llama.engine.options import BF16, EIGHT_BIT, EngineOptions
 from megatron_llama.engine.plan.buckets import BucketPlan
 from megatron_llama.engine.plan.memory import state_bytes
 from megatron_llama.engine.shard.module_buckets import module_bucket_plan
+from megatron_llama.engine.shard.more_optimizers import ScheduleFreeAdamW
+from megatron_llama.engine.shard.muon import Muon
 from megatron_llama.engine.shard.names import parameter_names
-from megatron_llama.engine.shard.optimizer import AdamW, parameter_groups
+from megatron_llama.engine.shard.optimizer import AdamW, Optimizer, parameter_groups
 from megatron_llama.engine.shard.specs import module_units, unit_specs
 from megatron_llama.engine.shard.unit_policies import unit_policies
 
@@ -42,6 +47,64 @@ COLUMNS = (
     "whole gradients",
 )
 """``whole weights`` counts buffers of gathers; ``whole gradients`` those of reductions."""
+
+
+OurOptimizer = Callable[[nn.Module], Optimizer]
+TorchOptimizers = Callable[[nn.Module], Sequence[torch.optim.Optimizer]]
+
+
+def fused_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """AdamW of all parameters."""
+    return [torch.optim.AdamW(model.parameters(), fused=True)]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD with momentum."""
+    return torch.optim.SGD(model.parameters(), momentum=0.9)
+
+
+def amsgrad(model: nn.Module) -> torch.optim.Optimizer:
+    """Adam with the largest second moments."""
+    return torch.optim.Adam(model.parameters(), amsgrad=True)
+
+
+def schedule_free(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """The package of the authors."""
+    from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
+
+    optimizer = AdamWScheduleFree(model.parameters(), foreach=False)
+    optimizer.train()
+    return [optimizer]
+
+
+def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of layers, AdamW for the rest."""
+    matrices = {n for n, p in model.named_parameters() if p.dim() == 2 and ".layers." in n}
+    named = dict(model.named_parameters())
+    return [
+        torch.optim.Muon([named[name] for name in named if name in matrices]),
+        torch.optim.AdamW([named[name] for name in named if name not in matrices], fused=True),
+    ]
+
+
+OPTIMIZERS: Mapping[str, tuple[OurOptimizer, TorchOptimizers | None]] = MappingProxyType(
+    {
+        "AdamW": (lambda model: AdamW(), fused_adamw),
+        "AdamW, moments in bf16": (
+            lambda model: AdamW(betas=(0.9, 0.95), exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16),
+            None,
+        ),
+        "AdamW, moments in 8 bits": (
+            lambda model: AdamW(exp_avg_dtype=EIGHT_BIT, exp_avg_sq_dtype=EIGHT_BIT),
+            None,
+        ),
+        "SGD with momentum": (sgd, lambda model: [sgd(model)]),
+        "Adam with amsgrad": (amsgrad, lambda model: [amsgrad(model)]),
+        "schedule-free AdamW": (lambda model: ScheduleFreeAdamW(), schedule_free),
+        "Muon": (lambda model: Muon(), muon),
+    }
+)
+"""Ours, and what FSDP2's users have; None: torch has no such optimizer."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +140,26 @@ def llama31_8b(layers: int) -> nn.Module:
 
 
 def our_plan(
-    ranks: int, layers: int, strategy: str, param_slots: int | None
+    ranks: int,
+    layers: int,
+    strategy: str,
+    param_slots: int | None,
+    make: OurOptimizer = lambda model: AdamW(),
 ) -> tuple[EngineOptions, BucketPlan]:
     """The options and the buckets that shard() makes of the model in bf16, with two gradient
     slots."""
     with torch.device("meta"):
         model: Any = llama31_8b(layers)
     names = parameter_names(model)
-    groups = parameter_groups(AdamW(), names)
     units = module_units(model, names, unit_policies([type(model.model.layers[0])]))
-    options = EngineOptions(strategy=strategy, param_slots=param_slots, dtype=BF16)
+    groups = parameter_groups(make(model), names, units)
+    options = EngineOptions(
+        strategy=strategy,
+        param_slots=param_slots,
+        dtype=BF16,
+        rule=groups[0].rule,
+        groups=tuple(group.update_options() for group in groups),
+    )
     plan = module_bucket_plan(unit_specs(names, units, groups), options, shards=ranks)
     return options, plan
 
@@ -98,13 +171,15 @@ def ours(
     *,
     strategy: str = "optim_grads_params",
     param_slots: int | None = 2,
+    make: OurOptimizer = lambda model: AdamW(),
 ) -> Row:
     """Our engine in bf16 with fp32 masters."""
-    options, plan = our_plan(ranks, layers, strategy, param_slots)
+    options, plan = our_plan(ranks, layers, strategy, param_slots, make)
     state = state_bytes(options, plan)
     slots = 4 * sum(plan.gradient_slot_numel().values())
+    of_rule = ("master weights", "moments", "scalars", "update buffers")
     parts = (
-        state["master weights"] + state["moments"] + state["scalars"],
+        sum(state.get(name, 0) for name in of_rule),
         state["parameter shards"],
         state["gradients"] - slots,
         state["parameters"],
@@ -148,6 +223,7 @@ def fsdp2(
     *,
     reshard: bool = True,
     reduce_dtype: torch.dtype = torch.float32,
+    make: TorchOptimizers = fused_adamw,
 ) -> Row:
     """FSDP2 in bf16 with fp32 masters."""
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
@@ -156,10 +232,12 @@ def fsdp2(
         with FakeTensorMode():
             model = llama31_8b(layers)
             wrap(model, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
-            peak = _peak_of_second_microbatch(model)
+            optimizers = make(model)
+            peak = _peak_of_second_microbatch(model, optimizers)
+            state = sum(map(_held_bytes, optimizers))
     kind = _FSDPRefType
     parts = (
-        peak[kind.SHARDED_PARAM] + peak[kind.OPT],
+        peak[kind.SHARDED_PARAM] + state,
         0,
         peak[kind.SHARDED_GRAD],
         peak[kind.UNSHARDED_PARAM] + peak[kind.ALL_GATHER],
@@ -169,21 +247,34 @@ def fsdp2(
     return Row(name, parts)
 
 
-def _peak_of_second_microbatch(model: nn.Module) -> dict[Any, int]:
-    """Bytes by kind."""
+def _peak_of_second_microbatch(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[Any, int]:
+    """Bytes by kind, without the state of optimizers, which the first microbatch is for."""
     ids = torch.zeros(1, 2, dtype=torch.long)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tracker = FSDPMemTracker(model, optimizer)
-    for microbatch in range(3):
-        # Each entry begins a new peak. The first microbatch is for the optimizer to get its state.
+    model(input_ids=ids, labels=ids).loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    tracker = FSDPMemTracker(model)
+    for _ in range(2):
+        # Each entry begins a new peak.
         with tracker:
             model(input_ids=ids, labels=ids).loss.backward()
-            if microbatch == 0:
-                optimizer.step()
-                optimizer.zero_grad()
         tracker.reset_mod_stats()
     [peak] = tracker.get_tracker_snapshot("peak").values()
     return peak
+
+
+def _held_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of an optimizer's state on one rank."""
+    tensors = [
+        value.to_local() if isinstance(value, DTensor) else value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
 def rows(ranks: int, layers: int) -> Iterator[Row]:
@@ -195,6 +286,47 @@ def rows(ranks: int, layers: int) -> Iterator[Row]:
     yield fsdp2("FSDP2: embedding, layers, head", shard_all, ranks, layers)
     yield fsdp2("FSDP2: layers, root", shard_layers, ranks, layers)
     yield fsdp2("FSDP2 without resharding", shard_all, ranks, layers, reshard=False)
+
+
+def optimizer_rows(
+    ranks: int, layers: int
+) -> Iterator[tuple[str, Row, Row | None, Row, Row | None]]:
+    """Rows for each optimizer: ours and FSDP2's, where weights are gathered for each pass, and
+    where they are gathered once in a step."""
+    for name, (make, torchs) in OPTIMIZERS.items():
+        row: list[Row | None] = []
+        for param_slots, reshard in ((2, True), (None, False)):
+            row.append(ours(name, ranks, layers, param_slots=param_slots, make=make))
+            row.append(
+                None
+                if torchs is None
+                else fsdp2(name, shard_all, ranks, layers, reshard=reshard, make=torchs)
+            )
+        first, second, third, fourth = row
+        assert first is not None and third is not None
+        yield name, first, second, third, fourth
+
+
+def optimizer_table(found: Sequence[tuple[str, Row, Row | None, Row, Row | None]]) -> list[str]:
+    """In GB, of 10^9 bytes."""
+    heads = ("masters and state", "all", "all, gathered once")
+    columns = [f"{whose}: {head}" for head in heads for whose in ("shard", "FSDP2")]
+    lines = [f"| GB a rank | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for name, *rows_of_it in found:
+        own, fsdps, own_once, fsdps_once = rows_of_it
+        figures = [
+            "" if row is None else f"{(row.parts[0] if first else row.total) / 1e9:.2f}"
+            for row, first in (
+                (own, True),
+                (fsdps, True),
+                (own, False),
+                (fsdps, False),
+                (own_once, False),
+                (fsdps_once, False),
+            )
+        ]
+        lines.append(f"| {name} | {' | '.join(figures)} |")
+    return lines
 
 
 def table(found: Sequence[Row]) -> list[str]:
@@ -211,8 +343,13 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m tools.compare_memory", description=__doc__)
     parser.add_argument("--ranks", type=int, default=8, help="data-parallel ranks (default 8)")
     parser.add_argument("--layers", type=int, default=32, help="of LLaMA 3.1 8B (default 32)")
+    parser.add_argument("--optimizers", action="store_true", help="a row for each optimizer")
     options = parser.parse_args()
-    print("\n".join(table(list(rows(options.ranks, options.layers)))))
+    if options.optimizers:
+        lines = optimizer_table(list(optimizer_rows(options.ranks, options.layers)))
+    else:
+        lines = table(list(rows(options.ranks, options.layers)))
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

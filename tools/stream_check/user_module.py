@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_llama.engine.shard.engine import ModuleEngine
-from megatron_llama.engine.shard.optimizer import AdamW, group
+from megatron_llama.engine.shard.optimizer import AdamW
 from megatron_llama.engine.shard.shard import shard
 from megatron_llama.engine.shard.shard_options import STRATEGIES
+from megatron_llama.engine.shard.user_groups import group
 from tools.stream_check.events import Event, Site
 from tools.stream_check.rank import name_buffers, recorded
 from tools.stream_check.recording import DEVICE, Recording

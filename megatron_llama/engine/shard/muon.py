@@ -15,14 +15,9 @@ from torch import nn
 from megatron_llama.engine.options import MUON, UpdateOptions
 from megatron_llama.engine.rules.muon import COEFFICIENTS, EPS
 from megatron_llama.engine.shard.names import ParameterNames
-from megatron_llama.engine.shard.optimizer import (
-    AdamW,
-    Group,
-    ParameterGroup,
-    base_options,
-    require_valid,
-)
+from megatron_llama.engine.shard.optimizer import AdamW, ParameterGroup, base_options, require_valid
 from megatron_llama.engine.shard.specs import ModuleUnit
+from megatron_llama.engine.shard.user_groups import Group
 from megatron_llama.engine.shard.values import named
 from megatron_llama.errors import ConfigError
 
@@ -50,6 +45,7 @@ class Muon(AdamW):
     ``eps`` and the dtypes of moments are AdamW's alone, ``weight_decay`` and ``groups`` are for
     both. Raises ConfigError for values that it does not have."""
 
+    has_kinds: ClassVar[bool] = True
     weight_decay: float = 0.1
     momentum: float = 0.95
     nesterov: bool = True
@@ -70,27 +66,29 @@ class Muon(AdamW):
 
     def groups_of(
         self,
-        chosen: Group,
+        chosen: Group | None,
         members: Sequence[nn.Parameter],
         names_of: ParameterNames,
         units: Sequence[ModuleUnit],
     ) -> Iterator[ParameterGroup]:
-        """Yield the groups of what one group of the user has: Muon's part, then AdamW's."""
-        matrices = unit_matrices(units) if chosen.kind is None else frozenset(members)
-        muon = [p for p in members if p in matrices] if chosen.kind != ADAMW else []
+        """Yield the groups of what one group of the user has, or nobody: Muon's, then AdamW's."""
+        own = Group("*") if chosen is None else chosen
+        muon: list[nn.Parameter] = []
+        if own.kind != ADAMW:
+            matrices = unit_matrices(units) if own.kind is None else frozenset(members)
+            muon = [parameter for parameter in members if parameter in matrices]
         wrong = [names_of[p][0] for p in muon if p.dim() < 2 or not p.numel()]
         if wrong:
             raise ConfigError(
-                str(chosen),
+                str(own),
                 got=f'kind="muon" for {named(wrong)}',
                 expected="parameters with elements and two or more dims",
                 do="let the pattern leave them out",
             )
         if muon:
-            decay = self.weight_decay if chosen.weight_decay is None else chosen.weight_decay
             yield MuonGroup(
-                self.lr if chosen.lr is None else chosen.lr,
-                self._options(decay),
+                self.lr if own.lr is None else own.lr,
+                self._options(self.weight_decay if own.weight_decay is None else own.weight_decay),
                 tuple(names_of[parameter][0] for parameter in muon),
                 str(self),
                 MUON,
@@ -98,9 +96,8 @@ class Muon(AdamW):
             )
         taken = set(muon)
         rest = [parameter for parameter in members if parameter not in taken]
-        if self.adamw_lr is not None and chosen.lr is None:
-            chosen = replace(chosen, lr=self.adamw_lr)
-        yield from super().groups_of(replace(chosen, kind=None), rest, names_of, units)
+        own = replace(own, lr=self.adamw_lr if own.lr is None else own.lr)
+        yield from super().groups_of(own, rest, names_of, units)
 
     def _options(self, decay: float) -> dict[str, Any]:
         return {
