@@ -71,7 +71,8 @@ class Muon(AdamW):
         names_of: ParameterNames,
         units: Sequence[ModuleUnit],
     ) -> Iterator[ParameterGroup]:
-        """Yield the groups of what one group of the user has, or nobody: Muon's, then AdamW's."""
+        """Yield the groups of the trainable parameters ``members``, whose own options ``chosen``
+        has: Muon's, then AdamW's."""
         own = Group("*") if chosen is None else chosen
         muon: list[nn.Parameter] = []
         if own.kind != ADAMW:

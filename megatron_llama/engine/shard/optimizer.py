@@ -94,8 +94,8 @@ class AdamW:
         names_of: ParameterNames,
         units: Sequence[ModuleUnit],
     ) -> Iterator[ParameterGroup]:
-        """Yield the groups of the trainable parameters ``members``, for which ``chosen`` has
-        options, or nobody: one, or two where the weight decay depends on the dims."""
+        """Yield the groups of the trainable parameters ``members``, whose own options ``chosen``
+        has: one, or two where the weight decay depends on the dims."""
         options = {
             name: value
             for name in ("lr", "betas", "eps", "weight_decay")

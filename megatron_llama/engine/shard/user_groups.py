@@ -88,8 +88,8 @@ def group(
 
 
 def checked_groups(optimizer: AdamW) -> Sequence[Group]:
-    """Return the groups of an optimizer. Raises ConfigError for what ``group`` has not made, and for
-    kinds that the optimizer does not have."""
+    """Return the groups of an optimizer. Raises ConfigError for what ``group`` has not made, and
+    for kinds that the optimizer does not have."""
     wrong = next(
         (candidate for candidate in optimizer.groups if not isinstance(candidate, Group)), None
     )
@@ -118,12 +118,12 @@ def matched(optimizer: AdamW, names_of: ParameterNames) -> dict[nn.Parameter, in
     taken: dict[nn.Parameter, int] = {}
     """The first group that matches each trainable parameter."""
     for index, user_group in enumerate(optimizer.groups):
-        matched = [
+        members = [
             parameter
             for parameter, names in names_of.items()
             if _matches(user_group.match, parameter, names)
         ]
-        trainable = [parameter for parameter in matched if parameter.requires_grad]
+        trainable = [parameter for parameter in members if parameter.requires_grad]
         for parameter in trainable:
             taken.setdefault(parameter, index)
         if index not in taken.values():
@@ -132,7 +132,7 @@ def matched(optimizer: AdamW, names_of: ParameterNames) -> dict[nn.Parameter, in
                 others = ", ".join(str(optimizer.groups[number]) for number in earlier)
                 got = f"only parameters that {others} matches before it"
             else:
-                got = f"{'only frozen parameters' if matched else 'no parameter'}"
+                got = f"{'only frozen parameters' if members else 'no parameter'}"
             first = next(iter(names_of.values()), ("none",))[0]
             raise ConfigError(
                 str(user_group),
