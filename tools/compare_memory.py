@@ -223,7 +223,6 @@ def fsdp2(
     *,
     reshard: bool = True,
     reduce_dtype: torch.dtype = torch.float32,
-    make: TorchOptimizers = fused_adamw,
 ) -> Row:
     """FSDP2 in bf16 with fp32 masters."""
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
@@ -232,12 +231,10 @@ def fsdp2(
         with FakeTensorMode():
             model = llama31_8b(layers)
             wrap(model, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
-            optimizers = make(model)
-            peak = _peak_of_second_microbatch(model, optimizers)
-            state = sum(map(_held_bytes, optimizers))
+            peak = _peak_of_second_microbatch(model)
     kind = _FSDPRefType
     parts = (
-        peak[kind.SHARDED_PARAM] + state,
+        peak[kind.SHARDED_PARAM] + peak[kind.OPT],
         0,
         peak[kind.SHARDED_GRAD],
         peak[kind.UNSHARDED_PARAM] + peak[kind.ALL_GATHER],
@@ -247,34 +244,48 @@ def fsdp2(
     return Row(name, parts)
 
 
-def _peak_of_second_microbatch(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> dict[Any, int]:
-    """Bytes by kind, without the state of optimizers, which the first microbatch is for."""
+def _peak_of_second_microbatch(model: nn.Module) -> dict[Any, int]:
+    """Bytes by kind."""
     ids = torch.zeros(1, 2, dtype=torch.long)
-    model(input_ids=ids, labels=ids).loss.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    tracker = FSDPMemTracker(model)
-    for _ in range(2):
-        # Each entry begins a new peak.
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tracker = FSDPMemTracker(model, optimizer)
+    for microbatch in range(3):
+        # Each entry begins a new peak. The first microbatch is for the optimizer to get its state.
         with tracker:
             model(input_ids=ids, labels=ids).loss.backward()
+            if microbatch == 0:
+                optimizer.step()
+                optimizer.zero_grad()
         tracker.reset_mod_stats()
     [peak] = tracker.get_tracker_snapshot("peak").values()
     return peak
 
 
-def _held_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of an optimizer's state on one rank."""
-    tensors = [
-        value.to_local() if isinstance(value, DTensor) else value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+def fsdp2_state(make: TorchOptimizers, ranks: int, layers: int) -> int:
+    """Bytes of a rank's fp32 parameters under FSDP2, and of the state that torch's optimizers have
+    of them after a step."""
+    with fake_group(ranks):
+        mesh = init_device_mesh("cpu", (ranks,))
+        with FakeTensorMode():
+            model = llama31_8b(layers)
+            shard_all(model, mesh=mesh)
+            optimizers = make(model)
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            for optimizer in optimizers:
+                optimizer.step()
+            held = [
+                *model.parameters(),
+                *(
+                    tensor
+                    for optimizer in optimizers
+                    for state in optimizer.state.values()
+                    for tensor in state.values()
+                    if isinstance(tensor, torch.Tensor)
+                ),
+            ]
+            parts = [part.to_local() if isinstance(part, DTensor) else part for part in held]
+            return sum(part.numel() * part.itemsize for part in parts)
 
 
 def rows(ranks: int, layers: int) -> Iterator[Row]:
@@ -288,44 +299,51 @@ def rows(ranks: int, layers: int) -> Iterator[Row]:
     yield fsdp2("FSDP2 without resharding", shard_all, ranks, layers, reshard=False)
 
 
-def optimizer_rows(
-    ranks: int, layers: int
-) -> Iterator[tuple[str, Row, Row | None, Row, Row | None]]:
-    """Rows for each optimizer: ours and FSDP2's, where weights are gathered for each pass, and
-    where they are gathered once in a step."""
+@dataclass(frozen=True)
+class OptimizerRow:
+    """What one rank holds with an optimizer."""
+
+    name: str
+    own: Row
+    """Weights are gathered for each pass."""
+    own_once: Row
+    """Weights are gathered once in a step."""
+    fsdp2: Row | None
+    fsdp2_once: Row | None
+
+
+def optimizer_rows(ranks: int, layers: int) -> Iterator[OptimizerRow]:
+    """A row for each optimizer. What FSDP2 holds beside parameters and state does not depend on it,
+    and is measured once."""
+    peaks = [fsdp2("", shard_all, ranks, layers, reshard=reshard) for reshard in (True, False)]
     for name, (make, torchs) in OPTIMIZERS.items():
-        row: list[Row | None] = []
-        for param_slots, reshard in ((2, True), (None, False)):
-            row.append(ours(name, ranks, layers, param_slots=param_slots, make=make))
-            row.append(
-                None
-                if torchs is None
-                else fsdp2(name, shard_all, ranks, layers, reshard=reshard, make=torchs)
-            )
-        first, second, third, fourth = row
-        assert first is not None and third is not None
-        yield name, first, second, third, fourth
+        rows_of_fsdp2: list[Row | None] = [None, None]
+        if torchs is not None:
+            state = fsdp2_state(torchs, ranks, layers)
+            rows_of_fsdp2 = [Row(name, (state, *peak.parts[1:])) for peak in peaks]
+        yield OptimizerRow(
+            name,
+            ours(name, ranks, layers, make=make),
+            ours(name, ranks, layers, param_slots=None, make=make),
+            *rows_of_fsdp2,
+        )
 
 
-def optimizer_table(found: Sequence[tuple[str, Row, Row | None, Row, Row | None]]) -> list[str]:
+def optimizer_table(found: Sequence[OptimizerRow]) -> list[str]:
     """In GB, of 10^9 bytes."""
     heads = ("masters and state", "all", "all, gathered once")
     columns = [f"{whose}: {head}" for head in heads for whose in ("shard", "FSDP2")]
     lines = [f"| GB a rank | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for name, *rows_of_it in found:
-        own, fsdps, own_once, fsdps_once = rows_of_it
-        figures = [
-            "" if row is None else f"{(row.parts[0] if first else row.total) / 1e9:.2f}"
-            for row, first in (
-                (own, True),
-                (fsdps, True),
-                (own, False),
-                (fsdps, False),
-                (own_once, False),
-                (fsdps_once, False),
-            )
+    for row in found:
+        sizes = [
+            *(None if held is None else held.parts[0] for held in (row.own, row.fsdp2)),
+            *(
+                None if held is None else held.total
+                for held in (row.own, row.fsdp2, row.own_once, row.fsdp2_once)
+            ),
         ]
-        lines.append(f"| {name} | {' | '.join(figures)} |")
+        figures = ("" if size is None else f"{size / 1e9:.2f}" for size in sizes)
+        lines.append(f"| {row.name} | {' | '.join(figures)} |")
     return lines
 
 
