@@ -11,7 +11,19 @@ from megatron_llama.config.schema import Config
 from megatron_llama.engine.build import build_engine
 from megatron_llama.engine.options import UpdateOptions
 from megatron_llama.launch.mesh import build_mesh
-from tools.compare_memory import COLUMNS, OPTIMIZERS, fsdp2, optimizer_rows, optimizer_table, our_plan, ours, rows, shard_all, shard_layers, table
+from tools.compare_memory import (
+    COLUMNS,
+    OPTIMIZERS,
+    fsdp2,
+    optimizer_rows,
+    optimizer_table,
+    our_plan,
+    ours,
+    rows,
+    shard_all,
+    shard_layers,
+    table,
+)
 
 from tests.engine.test_allocations import META, Made, without_devices
 from tests.launcher import ROOT
