@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from megatron_llama.engine.options import LossScaling
     from megatron_llama.engine.shard.engine import ModuleEngine
     from megatron_llama.engine.shard.more_optimizers import ScheduleFreeAdamW, elementwise
-    from megatron_llama.engine.shard.optimizer import AdamW, group
+    from megatron_llama.engine.shard.muon import Muon
+    from megatron_llama.engine.shard.optimizer import AdamW
     from megatron_llama.engine.shard.shard import shard
     from megatron_llama.engine.shard.unit_policies import unit
+    from megatron_llama.engine.shard.user_groups import group
     from megatron_llama.errors import UserError
     from megatron_llama.planner.api.plan import Plan, PlannedLayout, plan
     from megatron_llama.train.api.common.trained import Trained
@@ -45,6 +47,7 @@ __all__ = (
     "LossScaling",
     "Merged",
     "ModuleEngine",
+    "Muon",
     "Plan",
     "PlannedLayout",
     "PreprocessReport",
@@ -84,6 +87,7 @@ _MODULES = MappingProxyType(
         "LossScaling": "engine.options",
         "Merged": "converter.api.merge",
         "ModuleEngine": "engine.shard.engine",
+        "Muon": "engine.shard.muon",
         "Plan": "planner.api.plan",
         "PlannedLayout": "planner.api.plan",
         "PreprocessReport": "data.preprocess",
@@ -99,7 +103,7 @@ _MODULES = MappingProxyType(
         "convert": "converter.api.convert",
         "elementwise": "engine.shard.more_optimizers",
         "generate": "train.api.generate",
-        "group": "engine.shard.optimizer",
+        "group": "engine.shard.user_groups",
         "load": "train.api.load",
         "merge": "converter.api.merge",
         "plan": "planner.api.plan",

@@ -433,8 +433,8 @@ class TrainingConfig:
     deterministic_mode: bool = option(False, small=NO_GPU, draws=(True,))
     """Compute every sum in a fixed order on GPUs too, so that the same run gives the same bits:
     torch's deterministic algorithms, flash attention instead of cuDNN's, a fixed workspace for
-    cuBLAS, parts of bf16 products added in fp32, no NVLink SHARP in NCCL. Slower. On CPUs it changes
-    no bit: a run is always the same there."""
+    cuBLAS, parts of bf16 products added in fp32, no NVLink SHARP in NCCL. Slower. On CPUs it
+    changes no bit: a run is always the same there."""
     compile: bool = option(
         False, small=left_out("it takes a minute, and prove compares no kernels")
     )

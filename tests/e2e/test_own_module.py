@@ -83,6 +83,8 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Block after block, around a small model in one process. What the last one loads is what was saved."""
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     units, *blocks = blocks
+    [muon] = [block for block in blocks if "ml.Muon" in block]
+    blocks.remove(muon)
     assert len(blocks) == 7
     generator, critic = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
     monkeypatch.chdir(tmp_path)
@@ -91,10 +93,12 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ids = torch.arange(8)[None]
     layer = other.model.layers[0]
     said = {"model": other, "ml": ml, "torch": torch, "DecoderLayer": type(layer), "Router": type(layer.mlp), "RMSNorm": type(other.model.norm)}
-    exec(units, said)
-    with said["engine"] as engine:
-        other(input_ids=ids, labels=ids).loss.backward()
-        assert not engine.step().skipped
+    for block in (units, muon):
+        said["model"] = fresh = LlamaForCausalLM(config)
+        exec(block, said)
+        with said["engine"] as engine:
+            fresh(input_ids=ids, labels=ids).loss.backward()
+            assert not engine.step().skipped
     with (
         ml.shard(model, units=[type(model.model.layers[0])]) as engine,
         ml.shard(generator) as generator_engine,

@@ -64,6 +64,15 @@ def test_the_link_is_busy_with_what_is_sent() -> None:
     assert link_seconds(ONE, 6) == 7 + 5 and link_seconds(replace(TWO, parameter_slots=((1, 0), (1, 0))), 4) == 3 + 2
 
 
+def test_matrices_go_to_their_owners_in_the_order_in_which_they_are_read() -> None:
+    # Buckets have the order of backward: bucket 1 is layer A, the first. Gathers A 0..1, B 1..2; forward A 1..2, B 2..3; backward B 3..5,
+    # A 5..7; reductions B 5..6, A 7..8; exchange of A 8..9, its gather 9..10, forward 10..11 beside the exchange of B, gather of B 11..12.
+    passes = [Pass(1, (1,)), Pass(1, (0,)), Pass(2, (0,), (0,)), Pass(2, (1,), (1,))]
+    two = replace(plan(passes, reduce=[1, 1], gather=[1, 1]), exchange_seconds=(1.0, 1.0))
+    assert 1 * step_seconds(two, 1) == 10
+    assert 2 * step_seconds(two, 2) == 12 + 1 + 2 + 2 + 1 + 2
+
+
 def test_a_plan_that_cannot_go_on_says_so() -> None:
     # both layers' weights are needed at once, but they share a slot
     stuck = replace(plan([Pass(1, (0, 1), (0, 1))], reduce=[1, 1], gather=[1, 1]), parameter_slots=((1, 0), (1, 0)))

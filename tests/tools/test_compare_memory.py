@@ -11,7 +11,19 @@ from megatron_llama.config.schema import Config
 from megatron_llama.engine.build import build_engine
 from megatron_llama.engine.options import UpdateOptions
 from megatron_llama.launch.mesh import build_mesh
-from tools.compare_memory import COLUMNS, fsdp2, our_plan, ours, rows, shard_all, shard_layers, table
+from tools.compare_memory import (
+    COLUMNS,
+    OPTIMIZERS,
+    fsdp2,
+    optimizer_rows,
+    optimizer_table,
+    our_plan,
+    ours,
+    rows,
+    shard_all,
+    shard_layers,
+    table,
+)
 
 from tests.engine.test_allocations import META, Made, without_devices
 from tests.launcher import ROOT
@@ -57,6 +69,28 @@ def test_the_page_has_our_rows() -> None:
     page = PAGE.read_text()
     for line in table([ours("shard, 2 parameter slots", RANKS, 32), ours("shard, 3 parameter slots", RANKS, 32, param_slots=3)])[2:]:
         assert line in page, line
+
+
+def test_the_page_has_our_optimizers() -> None:
+    """And what FSDP2's rows say of state is what torch's own optimizers keep: so many numbers in fp32 beside the parameter."""
+    lines = PAGE.read_text().split("compare_memory --optimizers")[1].split("\n## ")[0].splitlines()
+    rows_of_page = {line.split(" | ")[0].removeprefix("| "): line.removesuffix(" |").split(" | ")[1:] for line in lines if " | " in line}
+    elements = 2 * VOCABULARY + 32 * LAYER + 4096
+    matrices = 32 * (LAYER - 2 * 4096)
+    kept = {"AdamW": 2.0, "SGD with momentum": 1.0, "Adam with amsgrad": 3.0, "schedule-free AdamW": 2.0, "Muon": 2.0 - matrices / elements}
+    for name, (make, torchs) in OPTIMIZERS.items():
+        found = rows_of_page[name]
+        row, once = (ours(name, RANKS, 32, param_slots=slots, make=make) for slots in (2, None))
+        assert [found[0], found[2], found[4]] == [f"{size / 1e9:.2f}" for size in (row.parts[0], row.total, once.total)], name
+        assert (torchs is None) == (name not in kept)
+        if name in kept:
+            assert found[1] == f"{4 * elements * (1 + kept[name]) / RANKS / 1e9:.2f}", name
+
+
+@pytest.mark.long
+def test_the_page_has_all_optimizers() -> None:
+    lines = optimizer_table(list(optimizer_rows(RANKS, 32)))
+    assert [line for line in lines if line not in PAGE.read_text()] == [] and len(lines) == 2 + len(OPTIMIZERS)
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ no latency, one message after the other; nothing else takes time. What depends o
                 one that is read first, first
 
 Whether reductions or gathers go first when both are ready is a choice: the better one counts.
-Exchanges of matrices go after both.
+Exchanges of matrices count as gathers here: what the next forward pass reads first goes first.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class _Chain:
         self.arrived: set[tuple[int, int]] = set()
         self.ahead = 0
         self.reductions: deque[tuple[int, int]] = deque()
-        self.exchanges: deque[tuple[int, int]] = deque()
+        self.exchanges: list[tuple[int, int]] = []
+        self.first_read = {bucket: index for index, bucket in reversed(self.needs)}
+        """By bucket, the first pass that reads it."""
         self.users: dict[Slot, int] = {}
         """Who writes to a gradient slot, or is reduced from it."""
         self.missing = self._contributions()
@@ -181,8 +183,19 @@ class _Chain:
     def _start_message(self) -> bool:
         if self.link_end is not None:
             return False
-        gather = self._next_gather() if self.gathers_first or not self.reductions else None
-        if gather is not None:
+        gather = exchange = None
+        if self.gathers_first or not self.reductions:
+            gather = self._next_gather()
+            exchange = min(self.exchanges, key=lambda one: self._first_read(*one), default=None)
+        # The exchange of a step is for the weights of the next one.
+        if exchange is not None and (
+            gather is None
+            or self._first_read(exchange[0], exchange[1] + 1) < self._first_read(*gather)
+        ):
+            self.exchanges.remove(exchange)
+            self.message = (_Message.EXCHANGE, *exchange)
+            seconds = self.plan.exchange_seconds[exchange[0]]
+        elif gather is not None:
             slot = self.plan.parameter_slots[gather[0]]
             self.arrived.discard(self.held.get(slot, gather))
             self.held[slot] = gather
@@ -192,15 +205,14 @@ class _Chain:
             bucket, step = self.reductions.popleft()
             self.message = (_Message.REDUCTION, bucket, step)
             seconds = self.plan.reduce_seconds[bucket]
-        elif self.exchanges:
-            bucket, step = self.exchanges.popleft()
-            self.message = (_Message.EXCHANGE, bucket, step)
-            seconds = self.plan.exchange_seconds[bucket]
         else:
             return False
         self.link_end = self.time + seconds
         self.busy += seconds
         return True
+
+    def _first_read(self, bucket: int, step: int) -> int:
+        return self.first_read[bucket] + step * len(self.plan.passes)
 
     def _next_gather(self) -> tuple[int, int] | None:
         for position in range(self.ahead, len(self.needs)):

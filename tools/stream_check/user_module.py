@@ -14,9 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_llama.engine.shard.engine import ModuleEngine
-from megatron_llama.engine.shard.optimizer import AdamW, group
+from megatron_llama.engine.shard.muon import Muon
+from megatron_llama.engine.shard.optimizer import AdamW
 from megatron_llama.engine.shard.shard import shard
 from megatron_llama.engine.shard.shard_options import STRATEGIES
+from megatron_llama.engine.shard.user_groups import group
 from tools.stream_check.events import Event, Site
 from tools.stream_check.rank import name_buffers, recorded
 from tools.stream_check.recording import DEVICE, Recording
@@ -78,6 +80,8 @@ class UserLayout:
     steps: int = 3
     tied: bool = False
     recompute: bool = False
+    muon: bool = False
+    """Whether Muon updates the matrices of the blocks."""
     between: bool = False
     """Whether the model is evaluated, gathered, changed, saved and loaded after the second step."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -94,11 +98,12 @@ def _train(layout: UserLayout, recording: Recording) -> None:
     with DEVICE:
         torch.manual_seed(0)
         model = _Model(tied=layout.tied, recompute=layout.recompute)
+    optimizer = Muon if layout.muon else AdamW
     engine = shard(
         model,
         units=[_Block],
         # A bucket of its own: those with nothing but weights of linear layers are waited for late.
-        optimizer=AdamW(lr=1e-3, groups=[group("*.mix", weight_decay=0.0)]),
+        optimizer=optimizer(lr=1e-3, groups=[group("*.mix", weight_decay=0.0)]),
         microbatches=layout.microbatches,
         **layout.options,
     )
@@ -166,7 +171,14 @@ def user_layouts() -> Mapping[str, Callable[[Site | None], list[Event]]]:
     found["shard, one microbatch"] = UserLayout(microbatches=1, options=sharded)
     found["shard, tied"] = UserLayout(tied=True, options=sharded)
     found["shard, recomputed"] = UserLayout(recompute=True, options=sharded)
+    for strategy in STRATEGIES:
+        found[f"shard, muon, {strategy}"] = UserLayout(
+            muon=True, between=True, steps=4, options={"strategy": strategy, "clip": 1.0}
+        )
     replicas = {**sharded, "shard_size": 2}
+    found["shard, muon, two replicas"] = UserLayout(
+        world_size=4, rank=3, muon=True, options=replicas
+    )
     found["shard, two replicas"] = UserLayout(world_size=4, rank=3, options=replicas)
     found["shard, one process"] = UserLayout(world_size=1, options=sharded)
     return {name: partial(record, layout) for name, layout in found.items()}

@@ -71,6 +71,10 @@ def state_bytes(
         if not bucket_plan.has_own_slot(bucket.index)
     )
     slots = sum(bucket_plan.gradient_slot_numel().values())
+    has_tables = EIGHT_BIT in moment_names(options) and any(
+        not buckets[bucket].kind.muon for bucket in trainable
+    )
+    buffers = TABLES * has_tables + (0 if muon is None else muon.buffer_bytes)
     return {
         "parameters": sum(
             numel * of_slot[slot] for slot, numel in bucket_plan.parameter_slot_numel().items()
@@ -104,8 +108,7 @@ def state_bytes(
             if offload is not None and is_zenflow
             else {}
         ),
-        **({"update buffers": muon.buffer_bytes} if muon is not None else {}),
-        **({"update buffers": TABLES} if EIGHT_BIT in moment_names(options) else {}),
+        **({"update buffers": buffers} if buffers else {}),
     }
 
 

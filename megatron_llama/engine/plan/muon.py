@@ -33,7 +33,7 @@ class Matrix:
 
     name: str
     shape: tuple[int, int]
-    """The shape of the HuggingFace matrix."""
+    """The shape of the HuggingFace matrix: rows, and the elements of one."""
     bucket: int
     start: int
     """Its first element in the bucket."""
@@ -189,7 +189,8 @@ def muon_plan(bucket_plan: BucketPlan, *, tp: int) -> MuonPlan:
                 )
                 primaries = range(0, tp, spec.copies)
                 tp_owner = min(primaries, key=lambda rank: work[owner][rank])
-                height, width = slices[0].shape
+                # One with more than two dims, a convolution's, is flattened behind its first.
+                height, width = slices[0].shape[0], slices[0].width
                 work[owner][tp_owner] += height * width * min(height, width)
                 matrices.append(
                     Matrix(

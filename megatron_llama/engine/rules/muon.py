@@ -96,6 +96,8 @@ class _Update:
     scale: Tensor
     skip: Tensor
     lr: float
+    options: UpdateOptions
+    """Those of this step: the next one may have others before a thread has ended it."""
     device: torch.device
 
     def __post_init__(self) -> None:
@@ -166,6 +168,7 @@ class Muon(UpdateRule):
 
     is_async = True
     needs_whole_step = True
+    takes_options = True
 
     def __init__(
         self,
@@ -190,6 +193,8 @@ class Muon(UpdateRule):
         self._placements = _placements(bucket_plans, mesh.tp.size)
         self._buckets = self._make_buckets(chunk_bytes)
         communicates = mesh.dp_shard.size > 1 or mesh.tp.size > 1
+        self._begun: list[tuple[_Bucket, _Update]] = []
+        """What ``step`` has begun since the last ``end_step``: frozen buckets are left out."""
         self._worker = Worker("muon") if self._on_host and communicates and self._buckets else None
 
     def _empty(self, numel: int) -> Tensor:
@@ -316,7 +321,10 @@ class Muon(UpdateRule):
 
     def step(self, bucket: int, grad: Tensor, *, scale: Tensor, skip: Tensor, lr: float) -> Future:
         work = self._buckets[bucket]
-        work.update = update = _Update(scale, skip, lr, self._device)
+        assert work.shard is not None
+        options = self._groups[work.shard.kind.group]
+        work.update = update = _Update(scale, skip, lr, options, self._device)
+        self._begun.append((work, update))
 
         def begin() -> None:
             try:
@@ -333,30 +341,34 @@ class Muon(UpdateRule):
 
     def _begin(self, work: _Bucket, grad: Tensor, update: _Update) -> None:
         """Update the momentum, and send it, or its Nesterov form, to the owners."""
-        assert work.shard is not None and work.state is not None
-        options = self._groups[work.shard.kind.group]
+        assert work.state is not None
+        options = update.options
         momentum = work.state["momentum_buffer"]
-        weight: float | Tensor = 1 - options.muon_momentum
-        grad.div_(update.scale)
-        if not self._on_host:
-            # The host never learns of the skip: the momentum moves by 0, towards 0.
-            grad.masked_fill_(update.skip.bool(), 0.0)
-            weight = (weight * (1 - update.skip)).to(grad.dtype)
-            momentum.lerp_(grad, weight)
-        elif not update.skip:
-            momentum.lerp_(grad, weight)
-        work.state["step"].add_(1 - update.skip)
-        if options.muon_nesterov:
-            # In place: this is the last read of the gradient of this step.
-            work.buffer.copy_(grad.lerp_(momentum, options.muon_momentum))
-        else:
+        if self._on_host and update.skip:
+            # The gradient stays as it is. Divided by a scale that is NaN, a bucket's padding, which
+            # no backward pass writes, would be NaN in all later steps.
             work.buffer.copy_(momentum)
+        else:
+            grad.div_(update.scale)
+            weight: float | Tensor = 1 - options.muon_momentum
+            if not self._on_host:
+                # The host never learns of the skip: the momentum moves by 0, towards 0.
+                grad.masked_fill_(update.skip.bool(), 0.0)
+                weight = (weight * (1 - update.skip)).to(grad.dtype)
+            momentum.lerp_(grad, weight)
+            work.state["step"].add_(1 - update.skip)
+            if options.muon_nesterov:
+                # In place: this is the last read of the gradient of this step.
+                work.buffer.copy_(grad.lerp_(momentum, options.muon_momentum))
+            else:
+                work.buffer.copy_(momentum)
         for target, source in work.copies_to_owner:
             target.copy_(source)
         work.to_owners.start()
 
     def end_step(self, steps: Future, *, scale: Tensor, skip: Tensor) -> None:
-        order = [work for bucket, work in self._buckets.items() if work.update is not None]
+        # The engine asks for buckets in forward order, as all ranks do.
+        order, self._begun = self._begun, []
         if not order:
             return
         if self._worker is None:
@@ -364,10 +376,10 @@ class Muon(UpdateRule):
         else:
             self._worker.submit(lambda: self._finish(order))
 
-    def _finish(self, order: Sequence[_Bucket]) -> None:
+    def _finish(self, order: Sequence[tuple[_Bucket, _Update]]) -> None:
         """Bring all buckets through the remaining stages, each stage ``lag`` buckets behind the one
         before it."""
-        stages: list[Callable[[_Bucket], None]] = [self._orthogonalise_owned, self._apply]
+        stages: list[Callable[[_Bucket, _Update], None]] = [self._orthogonalise_owned, self._apply]
         if self._mesh.tp.size > 1:
             stages = [
                 self._collect_along_tp,
@@ -382,24 +394,22 @@ class Muon(UpdateRule):
                 for number, stage in reversed(list(enumerate(stages))):
                     at = tick - number * lag
                     if 0 <= at < len(order):
-                        stage(order[at])
+                        stage(*order[at])
         except BaseException as error:
-            for work in order:
-                if work.update is not None:
-                    work.update.fail(error)
+            for _, update in order:
+                update.fail(error)
             raise
 
-    def _collect_along_tp(self, work: _Bucket) -> None:
+    def _collect_along_tp(self, work: _Bucket, update: _Update) -> None:
         work.to_owners.wait()
         for target, source in work.copies_along_tp:
             target.copy_(source)
         work.along_tp.start()
 
-    def _orthogonalise_owned(self, work: _Bucket) -> None:
-        assert work.shard is not None
+    def _orthogonalise_owned(self, work: _Bucket, update: _Update) -> None:
         tp = self._mesh.tp.size > 1
         (work.along_tp if tp else work.to_owners).wait()
-        steps = self._groups[work.shard.kind.group].muon_num_ns_steps
+        steps = update.options.muon_num_ns_steps
         for matrix, parts in work.whole:
             if len(parts) == 1:
                 whole = parts[0].view(matrix.shape)
@@ -431,7 +441,7 @@ class Muon(UpdateRule):
                     rows[first : first + piece.rows],
                 )
 
-    def _return_along_tp(self, work: _Bucket) -> None:
+    def _return_along_tp(self, work: _Bucket, update: _Update) -> None:
         work.back_along_tp.wait()
         for source, target in work.copies_along_tp:
             target.copy_(source)
@@ -442,11 +452,10 @@ class Muon(UpdateRule):
             target.copy_(source)
         work.back.start()
 
-    def _apply(self, work: _Bucket) -> None:
+    def _apply(self, work: _Bucket, update: _Update) -> None:
         work.back.wait()
-        update = work.update
-        assert work.shard is not None and work.master is not None and update is not None
-        options = self._groups[work.shard.kind.group]
+        assert work.shard is not None and work.master is not None
+        options = update.options
         decay = options.weight_decay if work.shard.kind.decay else 0.0
         kept: float | Tensor = 1 - update.lr * decay
         master = work.master
@@ -464,6 +473,9 @@ class Muon(UpdateRule):
                     master[place].add_(work.buffer[place], alpha=-rate)
             self.refresh(work.shard.bucket)
         update.finish()
+
+    def change_options(self, groups: Sequence[UpdateOptions]) -> None:
+        self._groups = tuple(groups)
 
     def before_grad_reuse(self, bucket: int) -> None:
         # On a device all reads of the gradient are in the stream that writes the next one, or

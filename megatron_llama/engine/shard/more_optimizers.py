@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_llama.engine.options import ADAM, FP32, SCHEDULE_FREE
+from megatron_llama.engine.options import ADAM, FP32, MUON, SCHEDULE_FREE
 from megatron_llama.engine.shard.optimizer import AdamW, Elementwise, ParameterGroup
 from megatron_llama.errors import ConfigError
 
@@ -58,11 +58,15 @@ def elementwise(optimizer: torch.optim.Optimizer) -> Elementwise:
 def require_updatable(
     groups: Sequence[ParameterGroup], optimizer_offload: str, dtype: torch.dtype
 ) -> None:
-    """Raise ConfigError where the host cannot update by the rule of the groups, or where the model
-    computes in a ``dtype`` whose moments cannot be kept in theirs."""
+    """Raise ConfigError where the host cannot update by the rule of the groups, where the model
+    computes in a ``dtype`` whose moments cannot be kept in theirs, or where Muon has no matrix."""
+    if any(made.rule == MUON for made in groups):
+        from megatron_llama.engine.shard.muon import require_matrices
+
+        require_matrices(groups)
     for made in groups:
         kept = made.base.exp_avg_dtype, made.base.exp_avg_sq_dtype
-        is_narrow = made.rule == ADAM and kept != (FP32, FP32)
+        is_narrow = made.rule in (ADAM, MUON) and kept != (FP32, FP32)
         if optimizer_offload != "none" and (made.rule != ADAM or is_narrow):
             raise ConfigError(
                 "shard(optimizer_offload=)",

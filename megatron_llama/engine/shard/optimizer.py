@@ -1,19 +1,18 @@
-"""A user's description of the optimizer: ``AdamW``, ``group``, or an optimizer of torch.
+"""A user's description of the optimizer: ``AdamW``, ``group``, or optimizers of torch.
 
 ``parameter_groups`` makes one list of groups of all three. Everything in a group is updated with
-the same learning rate and options, as in torch.optim. ``torch_groups.py`` reads torch's.
+the same learning rate and options, as in torch.optim. ``torch_groups.py`` reads torch's groups,
+``user_groups.py`` those that ``group`` makes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
-from typing import Any
-from weakref import ref
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_llama.engine.options import (
     ADAM,
@@ -25,75 +24,14 @@ from megatron_llama.engine.options import (
     UpdateOptions,
 )
 from megatron_llama.engine.shard.names import ParameterNames
-from megatron_llama.errors import ConfigError, counted
+from megatron_llama.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_llama.engine.shard.specs import ModuleUnit
+    from megatron_llama.engine.shard.user_groups import Group
 
 LEAST_BF16 = 2.0**-8
 """The least share by which any number in bf16 can fall."""
-Match = str | Callable[[str, nn.Parameter], bool] | tuple[ref[nn.Parameter], ...]
-"""Which parameters a group has: a pattern of names, a predicate, or references to the parameters
-themselves. A script that keeps the group shall not keep the whole model in memory with it."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Parameters with options of their own. ``group`` makes it; None stands for the value of
-    ``AdamW``."""
-
-    match: Match
-    lr: float | None = None
-    betas: tuple[float, float] | None = None
-    eps: float | None = None
-    weight_decay: float | None = None
-
-    def __str__(self) -> str:
-        """Return the words by which messages name it."""
-        if isinstance(self.match, str):
-            return f"ml.group({self.match!r})"
-        if isinstance(self.match, tuple):
-            return f"ml.group of {counted(len(self.match), 'parameter')}"
-        return f"ml.group({getattr(self.match, '__qualname__', repr(self.match))})"
-
-
-def group(
-    match: str | Callable[[str, nn.Parameter], bool] | Iterable[nn.Parameter],
-    *,
-    lr: float | None = None,
-    betas: tuple[float, float] | None = None,
-    eps: float | None = None,
-    weight_decay: float | None = None,
-) -> Group:
-    """Give some parameters options of their own; what is None is as in ``AdamW``.
-
-    ``match`` is a pattern of names with ``*`` and ``?``, such as ``"*.bias"``; a predicate that
-    gets (name, parameter); or an iterable of parameters. A ``weight_decay`` that is given here
-    applies to all of them, whatever their dims. Raises ConfigError for a value that AdamW does not
-    have, TypeError for another ``match``."""
-    chosen: Match
-    if isinstance(match, str):
-        chosen = match
-    elif isinstance(match, Tensor):
-        raise TypeError("ml.group: got one tensor, expected an iterable; write [parameter]")
-    elif isinstance(match, Iterable):
-        given = tuple(match)
-        wrong = next(
-            (parameter for parameter in given if not isinstance(parameter, nn.Parameter)), None
-        )
-        if wrong is not None:
-            raise TypeError(
-                f"ml.group: got an iterable with {wrong!r} in it, expected parameters; "
-                "give each pattern a group of its own"
-            )
-        chosen = tuple(map(ref, given))
-    elif callable(match):
-        chosen = match
-    else:
-        raise TypeError(
-            f"ml.group: got {match!r}, expected a pattern, a predicate or parameters; "
-            'write ml.group("*.bias", ...)'
-        )
-    made = Group(chosen, lr, betas, eps, weight_decay)
-    require_valid(str(made), lr, betas, eps, weight_decay)
-    return made
 
 
 @dataclass(frozen=True)
@@ -106,6 +44,8 @@ class AdamW:
     each 64 elements (docs/optimizers.md). In bf16 a moment needs a beta of at most 0.996. Raises
     ConfigError for values that AdamW does not have."""
 
+    has_kinds: ClassVar[bool] = False
+    """Whether it has another update for some parameters, which ``group(kind=)`` chooses."""
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -117,7 +57,12 @@ class AdamW:
     def __post_init__(self) -> None:
         """Check the values."""
         require_valid(str(self), self.lr, self.betas, self.eps, self.weight_decay)
-        every_betas = [self.betas, *(g.betas for g in self.groups if isinstance(g, Group))]
+        every_betas: list[tuple[float, float]] = [self.betas]
+        if self.groups:
+            # A feature of its own, which most scripts do without.
+            from megatron_llama.engine.shard.user_groups import checked_groups
+
+            every_betas += [g.betas for g in checked_groups(self) if g.betas is not None]
         for number, name in enumerate(("exp_avg_dtype", "exp_avg_sq_dtype")):
             kept = getattr(self, name)
             if kept not in (FP32, BF16, EIGHT_BIT):
@@ -127,7 +72,7 @@ class AdamW:
                     expected="fp32, bf16 or 8bit",
                     do=f"change {name}",
                 )
-            largest = max(betas[number] for betas in every_betas if betas is not None)
+            largest = max(betas[number] for betas in every_betas)
             if kept == BF16 and 1 - largest < LEAST_BF16:
                 raise ConfigError(
                     str(self),
@@ -136,21 +81,46 @@ class AdamW:
                     "moment is rounded back",
                     do="lower it (0.95 is usual), or keep this moment in fp32 or 8 bits",
                 )
-        wrong = next(
-            (candidate for candidate in self.groups if not isinstance(candidate, Group)), None
-        )
-        if wrong is not None:
-            raise ConfigError(
-                str(self),
-                got=f"{wrong!r} in groups",
-                expected="what ml.group returns",
-                do='write groups=[ml.group("*.bias", weight_decay=0.0)]',
-            )
 
     @property
     def rule(self) -> str:
         """The update rule, by its name in ``EngineOptions``."""
         return ADAM
+
+    def groups_of(
+        self,
+        chosen: Group | None,
+        members: Sequence[nn.Parameter],
+        names_of: ParameterNames,
+        units: Sequence[ModuleUnit],
+    ) -> Iterator[ParameterGroup]:
+        """Yield the groups of the trainable parameters ``members``, whose own options ``chosen``
+        has: one, or two where the weight decay depends on the dims."""
+        options = {
+            name: value
+            for name in ("lr", "betas", "eps", "weight_decay")
+            if (value := getattr(chosen, name, None)) is not None
+        }
+        options = {"lr": self.lr, "betas": self.betas, "eps": self.eps, **options}
+        by_decay = [(members, options)]
+        if "weight_decay" not in options:
+            by_decay = [
+                (
+                    [p for p in members if p.dim() >= 2],
+                    options | {"weight_decay": self.weight_decay},
+                ),
+                ([p for p in members if p.dim() < 2], options | {"weight_decay": 0.0}),
+            ]
+        for updated_alike, own in by_decay:
+            if updated_alike:
+                yield ParameterGroup(
+                    own.pop("lr"),
+                    own,
+                    tuple(names_of[parameter][0] for parameter in updated_alike),
+                    str(self),
+                    self.rule,
+                    base_options(self),
+                )
 
     def __str__(self) -> str:
         """Return the words by which messages name it."""
@@ -166,8 +136,15 @@ class Elementwise:
     optimizer: torch.optim.Optimizer
 
 
-Optimizer = AdamW | Elementwise | torch.optim.Optimizer
+Optimizer = AdamW | Elementwise | torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """What ``shard(optimizer=)`` takes."""
+
+
+def torch_optimizers(optimizer: Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers of torch that ``shard`` was given, perhaps none."""
+    given = optimizer.optimizer if isinstance(optimizer, Elementwise) else optimizer
+    several = given if isinstance(given, Sequence) else (given,)
+    return tuple(one for one in several if isinstance(one, torch.optim.Optimizer))
 
 
 def require_valid(
@@ -196,6 +173,8 @@ def require_valid(
 class ParameterGroup:
     """Parameters that are updated with the same options."""
 
+    by_muon: ClassVar[bool] = False
+    """Whether they are matrices that Muon updates."""
     lr: float
     options: Mapping[str, Any]
     """All other options by torch's names. They may change between steps."""
@@ -227,6 +206,10 @@ class ParameterGroup:
             adam_eps=float(options["eps"]),
         )
 
+    def read(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the options of a loaded state. Those that are None count as not there."""
+        return saved
+
     def require_valid(self, where: str, options: Mapping[str, Any]) -> None:
         """Raise ConfigError for options that the optimizer does not have: values that are no such
         numbers, or, of an optimizer of torch, that need other state."""
@@ -239,9 +222,11 @@ class ParameterGroup:
             require_valid(where, None, *numbers)
 
 
-def parameter_groups(optimizer: Optimizer, names_of: ParameterNames) -> tuple[ParameterGroup, ...]:
+def parameter_groups(
+    optimizer: Optimizer, names_of: ParameterNames, units: Sequence[ModuleUnit] = ()
+) -> tuple[ParameterGroup, ...]:
     """Return the groups of a model's trainable parameters, each parameter in one of them.
-    ``names_of`` has all parameters of the model.
+    ``names_of`` has all parameters of the model, ``units`` those of its units and root parts.
 
     Those of an optimizer of torch are its own, in its order, so that schedulers with one function
     for each group go on to work; frozen parameters are left out. Those of ``AdamW`` are its
@@ -253,66 +238,26 @@ def parameter_groups(optimizer: Optimizer, names_of: ParameterNames) -> tuple[Pa
     the model's, or asks for what the engine does not have. Raises ConfigError for an optimizer of
     torch that has been used, or that is not known to be elementwise."""
     if isinstance(optimizer, AdamW):
-        return _matched_groups(optimizer, names_of)
+        return _matched_groups(optimizer, names_of, units)
     # Most scripts have ml.AdamW or torch's AdamW, and need nothing of the optimizer's trial.
     from megatron_llama.engine.shard.torch_groups import torch_groups
 
     return torch_groups(optimizer, names_of)
 
 
-def _matched_groups(optimizer: AdamW, names_of: ParameterNames) -> tuple[ParameterGroup, ...]:
-    _require_own_parameters(optimizer.groups, names_of.keys())
-    taken: dict[nn.Parameter, int] = {}
-    """The first group that matches each trainable parameter."""
+def _matched_groups(
+    optimizer: AdamW, names_of: ParameterNames, units: Sequence[ModuleUnit]
+) -> tuple[ParameterGroup, ...]:
+    taken: Mapping[nn.Parameter, int] = {}
+    if optimizer.groups:
+        from megatron_llama.engine.shard.user_groups import matched
+
+        taken = matched(optimizer, names_of)
     result: list[ParameterGroup] = []
-    for index, user_group in enumerate(optimizer.groups):
-        matched = [
-            parameter
-            for parameter, names in names_of.items()
-            if _matches(user_group.match, parameter, names)
-        ]
-        trainable = [parameter for parameter in matched if parameter.requires_grad]
-        for parameter in trainable:
-            taken.setdefault(parameter, index)
-        if index not in taken.values():
-            earlier = sorted({taken[parameter] for parameter in trainable})
-            if earlier:
-                others = ", ".join(str(optimizer.groups[number]) for number in earlier)
-                got = f"only parameters that {others} matches before it"
-            else:
-                got = f"{'only frozen parameters' if matched else 'no parameter'}"
-            first = next(iter(names_of.values()), ("none",))[0]
-            raise ConfigError(
-                str(user_group),
-                got=f"a match of {got}",
-                expected="at least one trainable parameter",
-                do=f"mend or remove the group (a name of this model is {first})",
-            )
     for index in (*range(len(optimizer.groups)), None):
-        chosen = Group("*") if index is None else optimizer.groups[index]
+        chosen = None if index is None else optimizer.groups[index]
         own = [p for p in names_of if p.requires_grad and taken.get(p) == index]
-        by_decay = [(own, chosen.weight_decay)]
-        if chosen.weight_decay is None:
-            by_decay = [
-                ([p for p in own if p.dim() >= 2], optimizer.weight_decay),
-                ([p for p in own if p.dim() < 2], 0.0),
-            ]
-        result += [
-            ParameterGroup(
-                optimizer.lr if chosen.lr is None else chosen.lr,
-                {
-                    "betas": optimizer.betas if chosen.betas is None else chosen.betas,
-                    "eps": optimizer.eps if chosen.eps is None else chosen.eps,
-                    "weight_decay": decay,
-                },
-                tuple(names_of[parameter][0] for parameter in members),
-                str(optimizer),
-                optimizer.rule,
-                _base(optimizer),
-            )
-            for members, decay in by_decay
-            if members and decay is not None
-        ]
+        result += optimizer.groups_of(chosen, own, names_of, units)
     # A frozen model has a group without parameters: torch.optim has no optimizer without groups.
     return tuple(result) or (_without_parameters(optimizer),)
 
@@ -320,39 +265,12 @@ def _matched_groups(optimizer: AdamW, names_of: ParameterNames) -> tuple[Paramet
 def _without_parameters(optimizer: AdamW) -> ParameterGroup:
     options = {name: getattr(optimizer, name) for name in ("betas", "eps", "weight_decay")}
     return ParameterGroup(
-        optimizer.lr, options, (), str(optimizer), optimizer.rule, _base(optimizer)
+        optimizer.lr, options, (), str(optimizer), optimizer.rule, base_options(optimizer)
     )
 
 
-def _base(optimizer: AdamW) -> UpdateOptions:
+def base_options(optimizer: AdamW) -> UpdateOptions:
+    """Return what an update rule reads of it beside learning rate and options of groups."""
     return UpdateOptions(
         exp_avg_dtype=optimizer.exp_avg_dtype, exp_avg_sq_dtype=optimizer.exp_avg_sq_dtype
     )
-
-
-def _matches(match: Match, parameter: nn.Parameter, names: Sequence[str]) -> bool:
-    """Whether a group has a parameter; a shared one is matched by any of its names."""
-    if isinstance(match, tuple):
-        return any(own() is parameter for own in match)
-    if isinstance(match, str):
-        return any(fnmatchcase(name, match) for name in names)
-    return any(match(name, parameter) for name in names)
-
-
-def _require_own_parameters(groups: Sequence[Group], own: Collection[nn.Parameter]) -> None:
-    """Raise ConfigError for a group with a parameter that the model does not have."""
-    for user_group in groups:
-        foreign = (
-            [given for given in user_group.match if given() not in own]
-            if isinstance(user_group.match, tuple)
-            else []
-        )
-        if foreign:
-            first = foreign[0]()
-            shape = "" if first is None else f", the first of shape {tuple(first.shape)}"
-            raise ConfigError(
-                str(user_group),
-                got=f"{counted(len(foreign), 'parameter')} that the model does not have{shape}",
-                expected="parameters of the model that is sharded",
-                do="take them from the model after all its layers are in place",
-            )

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_llama.engine.comm.object_collectives import all_gather_object, raise_on_all_ranks
-from megatron_llama.engine.options import ADAM, UpdateOptions
+from megatron_llama.engine.options import ADAM, MUON, UpdateOptions
 from megatron_llama.engine.pieces import column_state, resume_rules, rule_progress
 from megatron_llama.engine.rules.bias_correction import bias_corrections
+from megatron_llama.engine.shard.moment_forms import blocks_of, dequantised, other_forms, quantised
 from megatron_llama.engine.shard.names import clean_name
 from megatron_llama.engine.shard.optimizer import ParameterGroup, require_valid
 from megatron_llama.engine.shard.state import (
@@ -96,19 +97,19 @@ def saved_groups(
 ) -> list[dict[str, Any]]:
     """Return the groups as torch.optim saves them, with names for its numbers. They have all of
     torch's options: what loads them into torch asks for each."""
-    is_adamw = all(group.rule == ADAM for group in made)
+    is_adamw = all(group.rule in (ADAM, MUON) for group in made)
     defaults = torch.optim.AdamW([nn.Parameter(torch.empty(0))]).defaults if is_adamw else {}
     return [
         {
             "params": list(group["param_names"]),
-            **defaults,
+            **({} if first.by_muon else defaults),
             **{
                 name: value
                 for name, value in group.items()
                 if name not in ("params", "param_names")
             },
         }
-        for group in groups
+        for first, group in zip(made, groups, strict=True)
     ]
 
 
@@ -158,6 +159,8 @@ class _Loading:
         self.problems: list[str] = []
         self._parameters: list[tuple[str, str, Tensor]] = []
         """(parameter, which of its tensors, value)."""
+        self._converted: list[tuple[str, str, tuple[str, ...], list[Tensor]]] = []
+        """(parameter, moment, its tensors here, those of the state, which are of another form)."""
         self._buffers: list[tuple[str, Tensor, Tensor]] = []
         """(name, buffer, value)."""
         self._extra: list[tuple[nn.Module, Any]] = []
@@ -210,6 +213,20 @@ class _Loading:
             elif whole.is_floating_point():
                 has_values = not bool(whole.isnan().all())
                 self._begun[name] = self._begun.get(name, False) or has_values
+        for name, moment, here, parts in self._converted:
+            step = self._numbers[name].get("step", 0.0)
+            given = [_whole(part) for part in parts]
+            made = (
+                quantised(moment, given[0], step)
+                if len(here) == 2
+                else [dequantised(moment, *given)]
+            )
+            self._begun[name] = True  # moments of AdamW, which have values from the start
+            for what, value in zip(here, made, strict=True):
+                if values.of_blocks(values.bucket_of[name], what):
+                    values.write_blocks(name, what, value)
+                else:
+                    values.write(name, what, value)
         for name, buffer, value in self._buffers:
             buffer.copy_(_whole(value))
             values.uninitialized.discard(name)
@@ -281,10 +298,25 @@ class _Loading:
                 # torch's SGD without momentum says that it has none.
                 own = {what: v for what, v in left.pop(aliases[0]).items() if v is not None}
                 self._numbers[name] = {}
+                converted: set[str] = set()
+                for moment, here, there in tuple(other_forms(expected, own)):
+                    parts = [own.pop(what) for what in there]
+                    shapes = (values.shape(name), blocks_of(values.shape(name)))
+                    fit = [
+                        self._fits(f"{what} of {aliases[0]}", part, shape)
+                        for what, part, shape in zip(there, parts, shapes, strict=False)
+                    ]
+                    if all(fit):
+                        self._converted.append((name, moment, here, parts))
+                    converted.update(here)
                 for what, live in expected.items():
+                    if what in converted:
+                        continue
                     where = f"{what} of {aliases[0]}"
                     if what not in own:
-                        self._missing(where)
+                        # torch's Muon counts no steps, and needs none.
+                        if what != "step" or not values.plan.buckets[bucket].kind.muon:
+                            self._missing(where)
                     elif not live.dim():
                         number = float(own.pop(what))
                         self._numbers[name][what] = number
@@ -318,6 +350,7 @@ class _Loading:
                         self._missing(f"{name} in the groups of the optimizer")
                     continue
                 try:
+                    saved = made.read(saved)
                     options = {o: _plain(saved[o]) for o in taken if saved.get(o) is not None}
                     require_valid(name, options.get("lr"), None, None, None)
                     made.require_valid(name, {o: options.get(o, group[o]) for o in made.options})
@@ -369,4 +402,4 @@ def _plain(value: Any) -> Any:
     """Return an option as numbers, switches and words as they are."""
     if isinstance(value, list | tuple):
         return tuple(map(float, value))
-    return value if isinstance(value, bool | str) else float(value)
+    return value if isinstance(value, bool | int | str) else float(value)

@@ -32,10 +32,10 @@ from megatron_llama.engine.shard.module_buckets import module_bucket_plan
 from megatron_llama.engine.shard.names import ParameterNames, parameter_names
 from megatron_llama.engine.shard.optimizer import (
     AdamW,
-    Elementwise,
     Optimizer,
     ParameterGroup,
     parameter_groups,
+    torch_optimizers,
 )
 from megatron_llama.engine.shard.order import AccessOrder
 from megatron_llama.engine.shard.passes import Passes
@@ -133,9 +133,10 @@ def shard(
     has a share of: ``no_shard`` (nothing, as DDP), ``optim`` (optimizer state; ZeRO-1),
     ``optim_grads`` (gradients as well; ZeRO-2), ``optim_grads_params`` (parameters as well; ZeRO-3,
     FSDP).
-    ``optimizer`` is ``ml.AdamW``, an elementwise optimizer of torch.optim of the model's parameters
-    (AdamW, SGD, Adam, RMSprop and others), or one that ``ml.elementwise`` says is. ``clip`` is the
-    largest global L2 norm of the gradient; 0: no clipping.
+    ``optimizer`` is ``ml.AdamW`` or another of the engine's (``ml.Muon``,
+    ``ml.ScheduleFreeAdamW``), an elementwise optimizer of torch.optim of the model's parameters
+    (AdamW, SGD, Adam, RMSprop and others), one that ``ml.elementwise`` says is, or torch.optim.Muon
+    in a list with AdamW. ``clip`` is the largest global L2 norm of the gradient; 0: no clipping.
     ``mesh`` is a DeviceMesh (with two dims: replicas and shards), a process group, or None: all
     processes, as torchrun has started them, or this one alone. DTensor parameters (those of torch's
     ``parallelize_module``) are sharded by this rank's part, over ``mesh["dp"]`` of their mesh.
@@ -238,7 +239,7 @@ def shard(
     _warn_of_rounding(names, dtype, own_dtypes(all_units))
     left_out.warn_of_gradients()
     assert compute_dtype is not None
-    groups = parameter_groups(optimizer, names)
+    groups = parameter_groups(optimizer, names, all_units)
     if optimizer is not TORCHS_DEFAULTS:
         from megatron_llama.engine.shard.more_optimizers import require_updatable
 
@@ -283,9 +284,7 @@ def shard(
             left_out,
             layouts,
         )
-        given = optimizer.optimizer if isinstance(optimizer, Elementwise) else optimizer
-        if isinstance(given, torch.optim.Optimizer):
-            engine.optimizer.take_over(given, names)
+        engine.optimizer.take_over(torch_optimizers(optimizer), names)
         return engine
     except BaseException:
         # Its weights are all that a script may have left of a long load.

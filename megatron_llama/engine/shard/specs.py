@@ -225,6 +225,7 @@ def unit_specs(
             group_of.get(name, 0),
             dtypes.get(name, ""),
             reduce_dtypes.get(name, ""),
+            muon=name in group_of and groups[group_of[name]].by_muon,
         )
         for parameter, (name, *_) in names.items()
     }
@@ -240,7 +241,9 @@ def unit_specs(
     )
 
 
-def _spec(name: str, parameter: nn.Parameter, group: int, dtype: str, reduces_in: str) -> ParamSpec:
+def _spec(
+    name: str, parameter: nn.Parameter, group: int, dtype: str, reduces_in: str, *, muon: bool
+) -> ParamSpec:
     shape = tuple(parameter.shape)
     return ParamSpec(
         name,
@@ -250,6 +253,7 @@ def _spec(name: str, parameter: nn.Parameter, group: int, dtype: str, reduces_in
         trainable=parameter.requires_grad,
         group=group,
         resident=len(shape) < 2,
+        muon=muon,
         dtype=dtype,
         reduces_in=reduces_in,
     )

@@ -7,7 +7,8 @@ need the user's promise (``ml.elementwise``), and a trial looks at all of them (
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +20,12 @@ from megatron_llama.engine.options import ADAM, TORCH, TorchGroup, UpdateOptions
 from megatron_llama.engine.rules.torch_rule import bare_optimizer
 from megatron_llama.engine.rules.torch_trial import describe_group
 from megatron_llama.engine.shard.names import ParameterNames
-from megatron_llama.engine.shard.optimizer import Elementwise, ParameterGroup
+from megatron_llama.engine.shard.optimizer import (
+    Elementwise,
+    Optimizer,
+    ParameterGroup,
+    torch_optimizers,
+)
 from megatron_llama.errors import ConfigError, counted, listing
 
 ELEMENTWISE = (
@@ -51,34 +57,41 @@ ENGINES_OWN = MappingProxyType(
 """Options of torch's AdamW with which the engine's own AdamW updates."""
 NOT_OPTIONS = frozenset({"params", "param_names", "lr", "initial_lr"})
 """What a group of torch.optim has beside the options of the update."""
+MUON = "torch.optim.Muon"
+"""The only one that goes with others: the engine's Muon has AdamW for what is no matrix."""
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that choose an implementation: no state that is loaded changes them."""
 
 
-def torch_groups(
-    optimizer: torch.optim.Optimizer | Elementwise, names_of: ParameterNames
-) -> tuple[ParameterGroup, ...]:
+def torch_groups(optimizer: Optimizer, names_of: ParameterNames) -> tuple[ParameterGroup, ...]:
     """Return the groups of an optimizer, for ``parameter_groups``, which says what is raised."""
-    given = optimizer.optimizer if isinstance(optimizer, Elementwise) else optimizer
-    kind = _kind(given)
+    several = torch_optimizers(optimizer)
+    kind = " and ".join(map(_kind, several))
     where = f"shard(optimizer={kind})"
-    _require_known(optimizer, where)
-    problems = [*_problems(given, names_of)]
-    is_own = type(given) is torch.optim.AdamW and all(
-        group.get(name, needed) == needed
-        for group in given.param_groups
-        for name, needed in ENGINES_OWN.items()
-    )
+    has_muon = _require_known(optimizer, where)
+    problems = [*_problems(several, names_of)]
     # Its state is of whole parameters, on every rank; what engine.load_state_dict takes is checked
     # and may be sharded.
-    if _is_used(given):
-        problems.append(
-            f"got the state of {counted(len(given.state), 'parameter')}, expected an optimizer "
-            "that has made no step; keep torch.distributed.checkpoint.state_dict.get_state_dict"
-            "(model, optimizer) before shard(), and give it to engine.load_state_dict after"
-        )
+    problems += [
+        f"got the state of {counted(len(used.state), 'parameter')}, expected an optimizer "
+        "that has made no step; keep torch.distributed.checkpoint.state_dict.get_state_dict"
+        "(model, optimizer) before shard(), and give it to engine.load_state_dict after"
+        for used in several
+        if _is_used(used)
+    ]
     if problems:
         raise ConfigError(listing(f"{where}:", problems))
+    if has_muon:
+        from megatron_llama.engine.shard.muon import torchs_muon
+
+        torchs = [group for each in several for group in each.param_groups]
+        made = torchs_muon(torchs, [*map(plain_options, torchs)], kind)
+        return tuple(
+            replace(group, names=_trained(torch_group, names_of))
+            for torch_group, group in zip(torchs, made, strict=True)
+        )
+    [given] = several
+    is_own = _is_engines_adamw(given)
     bare = bare_optimizer(given)
     tried: list[TorchGroup] = []
     """The groups of each options that differ: a trial takes milliseconds."""
@@ -97,11 +110,25 @@ def torch_groups(
                 else describe_group(where, bare, options, lr=lr, device=_device(torch_group))
             )
             tried.append(base)
-        names = tuple(
-            names_of[p][0] for p in torch_group["params"] if p in names_of and p.requires_grad
-        )
+        names = _trained(torch_group, names_of)
         groups.append(ParameterGroup(lr, options, names, kind, ADAM if is_own else TORCH, base))
     return tuple(groups)
+
+
+def _is_engines_adamw(given: torch.optim.Optimizer) -> bool:
+    """Whether the engine's own AdamW does what an optimizer does."""
+    return type(given) is torch.optim.AdamW and all(
+        group.get(name, needed) == needed
+        for group in given.param_groups
+        for name, needed in ENGINES_OWN.items()
+    )
+
+
+def _trained(torch_group: Mapping[str, Any], names_of: ParameterNames) -> tuple[str, ...]:
+    """Return the names of what a group trains."""
+    return tuple(
+        names_of[own][0] for own in torch_group["params"] if own in names_of and own.requires_grad
+    )
 
 
 def plain_options(torch_group: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,9 +149,23 @@ def _kind(optimizer: object) -> str:
     return f"torch.optim.{name}" if is_torchs else f"{module}.{name}"
 
 
-def _require_known(optimizer: object, where: str) -> None:
-    """Raise ConfigError for what is no optimizer of torch, or may not be elementwise."""
+def _require_known(optimizer: Any, where: str) -> bool:
+    """Raise ConfigError for what is no optimizer of torch, may not be elementwise, or is several
+    that do not go together. Returns whether it is torch's Muon, perhaps with AdamW."""
     promised = isinstance(optimizer, Elementwise)
+    several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    if MUON in map(_kind, several) and all(
+        _kind(one) == MUON or _is_engines_adamw(one) for one in several
+    ):
+        return True
+    if isinstance(optimizer, list | tuple):
+        raise ConfigError(
+            "shard(optimizer=)",
+            got=f"several: {', '.join(map(_kind, several)) or 'none'}",
+            expected="one optimizer, or torch.optim.Muon with torch.optim.AdamW (without amsgrad "
+            "and maximize)",
+            do="make one optimizer with a group for each, or give ml.Muon(...)",
+        )
     given = optimizer.optimizer if isinstance(optimizer, Elementwise) else optimizer
     name = type(given).__qualname__
     if getattr(torch.optim, name, None) is type(given) and name in NOT_ELEMENTWISE:
@@ -132,10 +173,10 @@ def _require_known(optimizer: object, where: str) -> None:
             where,
             got=f"an optimizer that {NOT_ELEMENTWISE[name]}",
             expected="one that treats each element by itself",
-            do="use ml.AdamW or an elementwise optimizer",
+            do="use ml.AdamW, ml.Muon or an elementwise optimizer",
         )
     if isinstance(given, torch.optim.Optimizer) and (promised or type(given) in ELEMENTWISE):
-        return
+        return False
     if isinstance(given, torch.optim.Optimizer):
         raise ConfigError(
             where,
@@ -151,10 +192,13 @@ def _require_known(optimizer: object, where: str) -> None:
     )
 
 
-def _problems(optimizer: torch.optim.Optimizer, names_of: ParameterNames) -> Iterator[str]:
-    """Yield what is wrong with the groups of an optimizer."""
+def _problems(
+    optimizers: Sequence[torch.optim.Optimizer], names_of: ParameterNames
+) -> Iterator[str]:
+    """Yield what is wrong with the groups of the optimizers."""
     grouped: set[nn.Parameter] = set()
-    for index, torch_group in enumerate(optimizer.param_groups):
+    groups = [torch_group for optimizer in optimizers for torch_group in optimizer.param_groups]
+    for index, torch_group in enumerate(groups):
         if torch_group.get("differentiable"):
             yield (
                 f"group {index}: got differentiable=True, expected False; "
@@ -176,8 +220,19 @@ def _problems(optimizer: torch.optim.Optimizer, names_of: ParameterNames) -> Ite
                 f"group {index}: got {counted(foreign, 'parameter')} that the model does not have, "
                 "expected the model's own; make the optimizer of the model that is sharded"
             )
-        grouped.update(p for p in torch_group["params"] if p in names_of and p.requires_grad)
-    if any(hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")):
+        trained = {p for p in torch_group["params"] if p in names_of and p.requires_grad}
+        if trained & grouped:  # one optimizer of torch would not have taken it twice
+            yield (
+                f"group {index}: got {counted(len(trained & grouped), 'parameter')} of another "
+                "optimizer, expected each in one; take them out of one"
+            )
+        grouped |= trained
+    if any(
+        hooks
+        for optimizer in optimizers
+        for name, hooks in vars(optimizer).items()
+        if name.endswith("_hooks")
+    ):
         yield (
             "got hooks, expected none: the engine makes no step of this optimizer; "
             "call what they do in the training loop"

@@ -49,8 +49,16 @@ class EngineOptimizer(torch.optim.Optimizer):
                 }
                 for group in groups
             ],
-            # OneCycleLR and CyclicLR look here for what they may change beside the rate.
-            {"lr": groups[0].lr, **groups[0].options},
+            # OneCycleLR and CyclicLR look here for what they may change beside the rate: what all
+            # groups have, which torch would give to those that lack it.
+            {
+                "lr": groups[0].lr,
+                **{
+                    name: value
+                    for name, value in groups[0].options.items()
+                    if all(name in group.options for group in groups)
+                },
+            },
         )
         self._complete = True
         self._placeholders = parameters
@@ -58,7 +66,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         # one that has to make a step first, and reads the names of what a parameter has.
         for name, names in state_names.items():
             self.state[parameters[name]] = dict.fromkeys(names)
-        self._given: torch.optim.Optimizer | None = None
+        self._given: tuple[torch.optim.Optimizer, ...] = ()
         self._given_rates: list[Any] = []
         self.made = tuple(groups)
         """The groups as ``shard`` has got them."""
@@ -70,7 +78,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def learning_rates(self) -> list[float]:
         """Return the learning rate of each group. Raises ConfigError if a scheduler changes the
         optimizer that ``shard`` was given."""
-        given = [] if self._given is None else [group["lr"] for group in self._given.param_groups]
+        given = [group["lr"] for old in self._given for group in old.param_groups]
         # A schedule of the old optimizer would be without effect, and without an error.
         if given != self._given_rates:
             raise ConfigError(
@@ -91,17 +99,18 @@ class EngineOptimizer(torch.optim.Optimizer):
             result.append(made.update_options(options))
         return tuple(result)
 
-    def take_over(self, given: torch.optim.Optimizer, names_of: ParameterNames) -> None:
-        """This optimizer has the groups of ``given``, which is an optimizer no more (``Retired``).
+    def take_over(self, given: Sequence[torch.optim.Optimizer], names_of: ParameterNames) -> None:
+        """This optimizer has the groups of ``given``, which are optimizers no more (``Retired``).
         A learning rate that a scheduler changes there, where it has no effect, is an error of the
-        next step. ``names_of`` has the names of its parameters."""
-        self._given = given
-        self._given_rates = [group["lr"] for group in given.param_groups]
-        # State that a constructor makes is of whole parameters.
-        given.state.clear()
-        for group in given.param_groups:
-            group["params"] = [self._placeholders[names_of[own][0]] for own in group["params"]]
-        given.__class__ = _retired_class(type(given))  # type: ignore[arg-type]
+        next step. ``names_of`` has the names of their parameters."""
+        self._given = tuple(given)
+        self._given_rates = [group["lr"] for old in given for group in old.param_groups]
+        for old in given:
+            # State that a constructor makes is of whole parameters.
+            old.state.clear()
+            for group in old.param_groups:
+                group["params"] = [self._placeholders[names_of[own][0]] for own in group["params"]]
+            old.__class__ = _retired_class(type(old))  # type: ignore[arg-type]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step of the engine. Returns what ``closure`` returns, which is called before it

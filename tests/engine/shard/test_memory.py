@@ -56,6 +56,12 @@ WAYS: dict[str, Callable[[nn.Sequential], Any]] = {
     "bf16": lambda module: ml.AdamW(betas=(0.9, 0.95), exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"),
     "8 bits": lambda module: ml.AdamW(exp_avg_dtype="8bit", exp_avg_sq_dtype="8bit"),
     "amsgrad": lambda module: torch.optim.AdamW(module.parameters(), amsgrad=True),
+    "Muon": lambda module: ml.Muon(),
+    "Muon and 8 bits": lambda module: ml.Muon(exp_avg_dtype="8bit", exp_avg_sq_dtype="8bit"),
+    "torch's Muon and AdamW": lambda module: [
+        torch.optim.Muon([p for p in module.parameters() if p.dim() == 2]),
+        torch.optim.AdamW([p for p in module.parameters() if p.dim() < 2]),
+    ],
     "SGD": lambda module: torch.optim.SGD(module.parameters()),
     "SGD with momentum in a group": lambda module: torch.optim.SGD(
         [{"params": module[0].parameters()}, {"params": module[1:].parameters(), "momentum": 0.9, "dampening": 0.1}]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from megatron_llama.engine.options import ADAM, TORCH, TorchGroup
 from megatron_llama.engine.shard.names import parameter_names
-from megatron_llama.engine.shard.optimizer import AdamW, ParameterGroup, group, parameter_groups
+from megatron_llama.engine.shard.optimizer import AdamW, ParameterGroup, parameter_groups
+from megatron_llama.engine.shard.user_groups import group
 from megatron_llama.errors import ConfigError
 from torch import nn
 

@@ -11,10 +11,15 @@ import pytest
 import schedulefree
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from megatron_llama.engine.plan.buckets import ALIGN
+from megatron_llama.engine.rules.moments import EightBitMoment, Tables
+from megatron_llama.engine.shard.moment_forms import dequantised, quantised
 from megatron_llama.errors import ConfigError
 from megatron_llama.launch.launcher import Place
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.tensor import DTensor
 
 from tests.engine.shard import models
 from tests.harness import Cluster
@@ -129,3 +134,73 @@ def test_schedule_free_is_that_of_its_package() -> None:
 def test_what_a_rule_cannot_do_is_refused(make: Callable[[], ml.AdamW], options: dict[str, Any], got: str) -> None:
     with pytest.raises(ConfigError, match=got):
         ml.shard(nn.Linear(2, 2), optimizer=make(), **options)
+
+
+State = dict[str, dict[str, Tensor]]
+
+
+def adamw_engine(place: Place, name: str, strategy: str) -> tuple[ml.ModuleEngine, nn.Module]:
+    """An engine whose moments are kept in fp32, bf16 or 8 bits, after three steps."""
+    module = models.net("tied").float()
+    optimizer = ml.AdamW(lr=1e-2, betas=(0.9, 0.95), exp_avg_dtype=name, exp_avg_sq_dtype=name)
+    engine = ml.shard(module, units=[models.Block], optimizer=optimizer, strategy=strategy)
+    for step in range(3):
+        models.loss_of(module, models.part(step, place.rank, 0)).backward()
+        engine.step()
+    return engine, module
+
+
+def whole_state(engine: ml.ModuleEngine) -> State:
+    state = engine.state_dict()["optimizer"]["state"]
+    return {name: {what: v.full_tensor() if isinstance(v, DTensor) else v for what, v in own.items()} for name, own in state.items()}
+
+
+def moments_taken_over(place: Place, saved: str, kept: str, sharded: bool) -> tuple[State, State]:
+    """A state of moments in one dtype, and that of an engine with another one which has loaded it. ``sharded``: as DTensors."""
+    engine, module = adamw_engine(place, saved, "optim_grads_params")
+    given = engine.state_dict()
+    before = whole_state(engine)
+    engine.close()
+    engine, module = adamw_engine(place, kept, "optim")
+    engine.load_state_dict(given if sharded else {"optimizer": {**given["optimizer"], "state": before}})
+    after = whole_state(engine)
+    models.loss_of(module, models.part(9, place.rank, 0)).backward()
+    assert engine.step().skipped == 0
+    engine.close()
+    return before, after
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize(("saved", "kept"), [("fp32", "8bit"), ("bf16", "8bit"), ("8bit", "fp32"), ("8bit", "bf16"), ("bf16", "fp32")])
+def test_moments_of_another_dtype_are_converted(saved: str, kept: str, sharded: bool, cluster: Cluster) -> None:
+    for before, after in cluster.run(2, moments_taken_over, saved, kept, sharded):
+        assert before.keys() == after.keys()
+        for name, own in before.items():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                numel = own.get(moment, own.get(f"{moment}_codes")).numel()
+                values = [
+                    state[name][moment].flatten().float() if moment in state[name]
+                    else dequantised(moment, state[name][f"{moment}_codes"], state[name][f"{moment}_scales"])
+                    for state in (before, after)
+                ]
+                assert all(len(value) == numel for value in values)
+                # An update in 8 bits rounds to one of the two nearest of 256 numbers, which are at most 1/64 of the block's scale apart.
+                blocks = [F.pad(value, (0, -numel % ALIGN)).view(-1, ALIGN) for value in values]
+                bound = blocks[0].abs().amax(1, keepdim=True) / 64 if "8bit" in (saved, kept) else blocks[0].abs().amax() * 2.0**-8
+                assert ((blocks[0] - blocks[1]).abs() <= bound).all(), (name, moment)
+            assert own["step"] == after[name]["step"]
+
+
+def test_a_loaded_moment_is_quantised_as_by_a_step() -> None:
+    """What a step of no learning rate and a gradient of the moments makes of them is known: the bits that an engine in 8 bits has itself."""
+    shape = (5, 70)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        values = values if moment == "exp_avg" else values.square()
+        padded = F.pad(values.flatten(), (0, -values.numel() % ALIGN))
+        expected = EightBitMoment(padded, Tables.on(padded.device), signed=moment == "exp_avg")
+        expected.keep(slice(0, len(padded)), padded, step=torch.tensor(7.0), skip=torch.tensor(0.0))
+        codes, scales = quantised(moment, values, 7.0)
+        assert torch.equal(codes, expected.kept.codes[: values.numel()]) and torch.equal(scales, expected.kept.scales)
+        again, same = quantised(moment, dequantised(moment, codes, scales), 8.0)
+        assert torch.equal(again, codes) and torch.equal(same, scales)

@@ -14,10 +14,11 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from megatron_llama.engine.pieces import column_state, shard_pieces
 from megatron_llama.engine.shard.engine import ModuleEngine
-from megatron_llama.engine.shard.optimizer import AdamW, group
+from megatron_llama.engine.shard.optimizer import AdamW
 from megatron_llama.engine.shard.order import MODEL_STATE, AccessOrder
 from megatron_llama.engine.shard.placeholders import ShardedParameterError
 from megatron_llama.engine.shard.shard import shard
+from megatron_llama.engine.shard.user_groups import group
 from megatron_llama.errors import CheckpointError
 from megatron_llama.launch.launcher import Place
 from safetensors.torch import load_file, save_file
