@@ -118,7 +118,7 @@ def add_axis(
 ) -> tuple[Axis, tuple[dist.ProcessGroup, ...]]:
     """Return a further axis of ``ranks`` for what ranks say to each other, and the groups that
     ``close_data_mesh`` has to end for it. Collective over these ranks."""
-    axis = _axis(name, [tuple(ranks)], devices.backend(mesh.device), mesh.recorder)
+    axis = _axis(name, [tuple(ranks)], devices.backend(mesh.device), mesh, scalars=True)
     return axis, () if axis.group is None else (axis.group,)
 
 

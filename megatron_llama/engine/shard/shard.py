@@ -48,18 +48,11 @@ from megatron_llama.engine.shard.specs import (
     module_units,
     own_dtypes,
     own_reduce_dtypes,
-    sharing_problems,
-    unit_problems,
     unit_specs,
 )
 from megatron_llama.engine.shard.state import StateLayout, state_layout
 from megatron_llama.engine.shard.tensor_layouts import ALL_PLAIN, TensorLayouts
-from megatron_llama.engine.shard.unit_policies import (
-    DTYPE_NAMES,
-    UnitPolicy,
-    policy_problems,
-    unit_policies,
-)
+from megatron_llama.engine.shard.unit_policies import DTYPE_NAMES, UnitPolicy, unit_policies
 from megatron_llama.engine.shard.values import named
 from megatron_llama.errors import ConfigError, describe, listing
 
@@ -175,6 +168,13 @@ def shard(
     wrong."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard(model): got {type(model).__name__}, expected a torch.nn.Module")
+    # What training itself does not need is imported where it is asked for.
+    from megatron_llama.engine.shard.unit_checks import (
+        policy_problems,
+        sharing_problems,
+        unit_problems,
+    )
+
     policies = unit_policies(units)
     all_names = parameter_names(model)
     left_out = IgnoredParameters(ignored, all_names, own_values=ignored_values == OWN)

@@ -18,7 +18,6 @@ from megatron_llama.engine.plan.specs import HFSlice, ParamSpec, UnitSpec
 from megatron_llama.engine.shard.names import WRAPPERS, ParameterNames, clean_name
 from megatron_llama.engine.shard.optimizer import ParameterGroup
 from megatron_llama.engine.shard.unit_policies import UnitPolicy, policy_of, unwrapped
-from megatron_llama.errors import describe
 
 IsUnit = Callable[[nn.Module], bool]
 NO_POLICY = UnitPolicy(nn.Module, explicit=False)
@@ -61,27 +60,6 @@ def module_units(
         if not unit.is_root_part:
             unit.policy = policy_of(policies, unit.module)
     return kept
-
-
-def unit_problems(model: nn.Module, units: Sequence[ModuleUnit]) -> Iterator[str]:
-    """Yield that nothing in the model is a unit. ``units`` are those of ``module_units``."""
-    if all(unit.is_root_part for unit in units):
-        yield describe(
-            "units",
-            got="no module with parameters that matches",
-            expected="at least one",
-            do=f"name the classes of its repeated layers (it has {_classes(model)})",
-        )
-
-
-def _classes(model: nn.Module) -> str:
-    """Return the names of the classes of which a model has several modules with parameters."""
-    counts: dict[str, int] = {}
-    for module in model.modules():
-        if any(True for _ in module.parameters()):
-            counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
-    repeated = sorted((name for name in counts if counts[name] > 1), key=lambda name: counts[name])
-    return ", ".join(repeated[:5] or sorted(counts)[:5])
 
 
 class _Search:
@@ -187,24 +165,6 @@ def own_reduce_dtypes(units: Sequence[ModuleUnit]) -> dict[str, torch.dtype]:
 def kept_parameters(units: Sequence[ModuleUnit]) -> frozenset[str]:
     """Return the parameters that are gathered once in a step, by name."""
     return frozenset(name for unit in units if unit.policy.keep for name in unit.parameters)
-
-
-def sharing_problems(units: Sequence[ModuleUnit]) -> Iterator[str]:
-    """Yield the parameters that units of several dtypes share."""
-    first: dict[str, ModuleUnit] = {}
-    for unit in units:
-        for name in unit.parameters:
-            other = first.setdefault(name, unit)
-            for what in ("dtype", "reduce_dtype"):
-                one, two = getattr(other.policy, what), getattr(unit.policy, what)
-                if one != two:
-                    yield describe(
-                        name,
-                        got=f"{one or f'no {what}'} by {other.name} and "
-                        f"{two or f'no {what}'} by {unit.name}, which share it",
-                        expected=f"one {what}",
-                        do="give both the same in ml.unit",
-                    )
 
 
 def unit_specs(

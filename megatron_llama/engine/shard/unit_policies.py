@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -11,8 +11,6 @@ from torch import nn
 
 from megatron_llama.engine.options import BF16, FP16, FP32, FP64
 from megatron_llama.engine.shard.names import WRAPPERS
-from megatron_llama.engine.tensors import at_least_fp32
-from megatron_llama.errors import describe
 
 Match = type[nn.Module] | Callable[[nn.Module], bool]
 """A class of modules, or a predicate of a module."""
@@ -134,66 +132,3 @@ def policy_of(policies: Sequence[UnitPolicy], module: nn.Module) -> UnitPolicy:
     """Return the policy of a module that is a unit. Where several match, ``policy_problems`` makes
     sure that they say the same."""
     return next(policy for policy in policies if policy.matches(module))
-
-
-def policy_problems(
-    policies: Sequence[UnitPolicy],
-    units: Mapping[str, nn.Module],
-    dtype: torch.dtype | None,
-    offload: str,
-) -> Iterator[str]:
-    """Yield what is wrong with policies, also in the model. ``units`` are its units by name, not
-    those without parameters; ``dtype`` is that of the engine, ``offload`` that of its optimizer."""
-    for policy in policies:
-        for name, value, allowed in (
-            ("dtype", policy.dtype, (None, *COMPUTE_DTYPES)),
-            ("output_dtype", policy.output_dtype, (None, *COMPUTE_DTYPES)),
-            ("reduce_dtype", policy.reduce_dtype, REDUCE_DTYPES),
-        ):
-            if value not in allowed:
-                yield describe(
-                    f"{policy}: {name}",
-                    got=repr(value),
-                    expected=f"one of {', '.join(map(str, allowed))}",
-                    do=f"give another {name}",
-                )
-        if policy.dtype in COMPUTE_DTYPES and dtype is not None and policy.dtype != dtype:
-            yield from _dtype_problems(policy, policy.dtype, dtype, offload)
-        if policy.explicit and not any(policy.matches(module) for module in units.values()):
-            yield describe(
-                str(policy),
-                got="no module with parameters that matches",
-                expected="at least one unit",
-                do="mend it, or take it out of units",
-            )
-    for name, module in units.items():
-        matching = [policy for policy in policies if policy.matches(module)]
-        first = matching[0]
-        other = next((policy for policy in matching if policy.options != first.options), None)
-        if other is not None:
-            yield describe(
-                name,
-                got=f"a match of {first} and of {other}, which say different things of it",
-                expected="one of them",
-                do="give ml.unit a predicate that leaves it out",
-            )
-
-
-def _dtype_problems(
-    policy: UnitPolicy, own: torch.dtype, dtype: torch.dtype, offload: str
-) -> Iterator[str]:
-    """Yield why units may not compute in ``own`` in a model that computes in ``dtype``."""
-    if at_least_fp32(own) != at_least_fp32(dtype):
-        yield describe(
-            f"{policy}: dtype",
-            got=f"{own} in a model of {dtype}",
-            expected="dtypes with masters in the same one: fp64 goes with fp64 alone",
-            do="give another dtype here, or in shard(dtype=)",
-        )
-    elif offload != "none":
-        yield describe(
-            f"{policy}: dtype",
-            got=f"{own} in a model of {dtype}, with optimizer_offload={offload!r}",
-            expected="one dtype, in which the host sends weights back",
-            do="leave out one of them",
-        )
