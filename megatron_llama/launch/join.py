@@ -18,7 +18,7 @@ from megatron_llama.engine.comm.groups import SCALARS, communicator_options
 from megatron_llama.engine.comm.recorder import Recorder
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.launch import flight_recorder
-from megatron_llama.launch.launcher import Place, place_from_environment
+from megatron_llama.launch.launcher import Place, place_from_environment, separate_queues
 from megatron_llama.launch.network import (
     GLOO,
     GLOO_LAZY,
@@ -149,6 +149,7 @@ def join_launched(device: torch.device | None) -> tuple[torch.device, bool]:
     """Join the processes that a launcher has started, if there are several. Returns the device of
     this one (``device``, if it is given) and whether it has joined. Collective. Raises
     ClusterError."""
+    separate_queues()
     place = place_from_environment()
     device = device or devices.accelerator(place.local_rank)
     if place.world_size == 1:
@@ -159,4 +160,5 @@ def join_launched(device: torch.device | None) -> tuple[torch.device, bool]:
 
 def launched_device() -> torch.device:
     """Return the accelerator of this process by the launcher's variables."""
+    separate_queues()
     return devices.accelerator(place_from_environment().local_rank)

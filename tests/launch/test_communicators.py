@@ -166,6 +166,17 @@ def test_what_nccl_is_told_of_each_axis(groups: Sequence[str], ctas: int, high: 
     assert found == {name: (name in high, ctas or None if name in PIPELINE else None) for name in expected}
 
 
+@pytest.mark.parametrize(("given", "found"), [(None, "32"), ("1", "1")])
+def test_streams_have_queues_of_their_own(given: str | None, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ``shard`` asks which device is its. A user who has set the variable has decided."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    joining.launched_device()
+    assert os.environ[name] == found
+
+
 def test_a_host_has_gloo_alone() -> None:
     _, asked = built(Case(pp=2, dp=2, tied=True).config, 0, 4, torch.device("cpu"))
     assert asked.groups and {(group.backend, group.options) for group in asked.groups} == {(None, None)}

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from megatron_llama.errors import DataError
@@ -20,10 +21,10 @@ WHEN = datetime(2026, 5, 4, 3, 2, 1)
 
 
 def record(iteration: int, loss: float | None, norm: float | None = 1.25) -> StepRecord:
-    steps = {"iteration": iteration, "train_iters": 100, "consumed_samples": 8 * iteration, "learning_rate": 1e-3, "global_batch_size": 8}
-    losses = {"lm_loss": loss, "mean_lm_loss": None if loss is None else loss + 0.5, "grad_norm": norm}
-    rates = {"elapsed_ms": 12.5, "tokens_per_second": 1e4, "tokens_per_second_per_gpu": 1e3, "tflops_per_gpu": 3.0, "eta_seconds": 60.0}
-    return StepRecord(**steps, **losses, **rates, **dict.fromkeys(("mfu", "exposed_comm_ms", "peak_memory_bytes")))
+    steps: dict[str, Any] = {"iteration": iteration, "train_iters": 100, "consumed_samples": 8 * iteration, "learning_rate": 1e-3, "global_batch_size": 8}
+    losses: dict[str, Any] = {"lm_loss": loss, "mean_lm_loss": None if loss is None else loss + 0.5, "grad_norm": norm}
+    rates: dict[str, Any] = {"elapsed_ms": 12.5, "tokens_per_second": 1e4, "tokens_per_second_per_gpu": 1e3, "tflops_per_gpu": 3.0, "eta_seconds": 60.0}
+    return StepRecord(**steps, **losses, **rates, mfu=None, exposed_comm_ms=None, peak_memory_bytes=None)
 
 
 def megatron(iteration: int, loss: str, *, norm: str = "1.250", skipped: int = 0) -> str:

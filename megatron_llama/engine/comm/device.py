@@ -24,10 +24,6 @@ _LEAST_PRIORITY = 19
 
 def accelerator(local_rank: int) -> torch.device:
     """Return the device of this process: its GPU where there is one, else the CPU."""
-    # CUDA reads it once, before its first call. A rank has 14 to 19 streams; with the 8 queues that
-    # are the default two of them share one, and a message waits behind a product that it does not
-    # depend on. A user who sets it has decided otherwise.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())

@@ -20,7 +20,7 @@ from megatron_llama.engine.comm.object_collectives import on_rank0
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.errors import ConfigError
 from megatron_llama.launch.join import join, this_place
-from megatron_llama.launch.launcher import Place, fix_sums
+from megatron_llama.launch.launcher import Place, fix_sums, separate_queues
 from megatron_llama.launch.mesh import build_mesh, placement_warnings
 from megatron_llama.launch.orphan import ending_with_launcher
 from megatron_llama.model.llama import score_rule
@@ -190,6 +190,7 @@ def set_up(
     parallel = _joinable(parsed.get(ParallelConfig))
     timeout = 60 * parallel.distributed_timeout_minutes
     fixed = parsed.get(TrainingConfig).deterministic_mode
+    separate_queues()
     with devices.deterministic(wanted=fixed), watched(place, timeout) as watch:
         if place.world_size > 1 and not place.joined:
             # Problems of the words alone are reported before a process waits for another.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import warnings
 from pathlib import Path
 
@@ -30,16 +29,6 @@ def test_peak_memory_is_unknown_where_the_system_does_not_say(tmp_path: Path) ->
     assert devices._largest_resident_set(silent) is None
     silent.write_text("Name:\tpython\nVmHWM:\t   34 kB\nVmRSS:\t  12 kB\n")
     assert devices._largest_resident_set(silent) == 34 * 1024
-
-
-def test_streams_have_queues_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA reads the variable once. A user who has set it has decided."""
-    for given, expected in ((None, "32"), ("1", "1")):
-        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-        if given is not None:
-            monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
-        devices.accelerator(0)
-        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == expected
 
 
 def test_the_allocator_is_set_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
