@@ -443,12 +443,11 @@ def test_what_breaks_the_promise_is_refused(optimizer: Any, got: str) -> None:
     [
         (lambda p: optim.Adafactor(p), "numbers of rows and columns"),
         (lambda p: optim.LBFGS(p), "the loss several times"),
-        (lambda p: optim.Muon([q for q in p if q.dim() == 2]), "orthogonalises whole matrices.*use ml.AdamW"),
         (lambda p: optim.SparseAdam(p), "sparse gradients"),
         (Lion, r"not known whether it treats each element by itself.*ml\.elementwise\(optimizer\)"),
         (lambda p: optim.Adam(p, differentiable=True), "differentiable=True"),
     ],
-    ids=["Adafactor", "LBFGS", "Muon", "SparseAdam", "unknown", "differentiable"],
+    ids=["Adafactor", "LBFGS", "SparseAdam", "unknown", "differentiable"],
 )
 def test_what_is_not_known_to_be_elementwise_is_refused(make: Any, got: str) -> None:
     module = net()

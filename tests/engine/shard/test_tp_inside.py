@@ -475,7 +475,7 @@ def test_bf16_keeps_masters(cluster: Cluster) -> None:
     expected, _ = alone()
     for curve, dtypes in cluster.run(4, train_in_bf16):
         assert dtypes
-        assert deviation(curve.losses, expected.losses) < 5e-3
+        assert deviation(curve.losses, expected.losses) < 2**-6, "the losses themselves have eight bits"
 
 
 def refusals(place: Place) -> list[str]:

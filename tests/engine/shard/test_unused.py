@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import megatron_llama as ml
@@ -295,7 +296,7 @@ def in_buckets(place: Place, kind: str, strategy: str, apart: bool) -> dict[str,
     if apart:
         options = {"weight_decay": given.weight_decay}
         groups = [ml.group(name, **(options if p.dim() > 1 else {"weight_decay": 0.0})) for name, p in module.named_parameters()]
-        given = type(given)(**{name: getattr(given, name) for name in given.__dataclass_fields__} | {"groups": groups})
+        given = replace(given, groups=groups)
     with sharded(module, given, strategy=strategy, dtype=torch.bfloat16 if kind == "weights in bf16" else None) as engine:
         for step in range(9):
             for microbatch in range(MICROBATCHES):
