@@ -1,7 +1,7 @@
 """A plugin of pytest that plants faults in the package for a whole session: would these tests notice?
 
 ``pytest -p tests.plant --plant "norms decay" tests/engine/test_gradients.py`` runs a file with a fault of ``tests/prove/faults.py``;
-``--catalogue MODULE:NAME`` names another collection of ``Planted``. ``--reach FILE`` plants none: it appends to FILE, for each test file, the
+``--catalogue MODULE:NAME`` names another collection of ``Planted`` (``tests.mutations:CATALOGUE``). ``--reach FILE`` plants none: it appends to FILE, for each test file, the
 names of the faults whose code its tests call, which are the only ones that they could notice. ``--results FILE`` has a line of JSON for each
 part of a test that ends.
 
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, wraps
 from importlib import import_module
 from multiprocessing import forkserver
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from unittest import mock
 
 if TYPE_CHECKING:
@@ -44,6 +44,15 @@ class Planted(Protocol):
     @property
     def patch(self) -> Callable[[], AbstractContextManager[object]]:
         """Makes the context in which it is wrong."""
+        ...
+
+
+@runtime_checkable
+class Recorded(Planted, Protocol):
+    """Something planted that itself knows when it is reached."""
+
+    def record(self, reached: Callable[[], None]) -> None:
+        """Have the package call ``reached`` where it would be wrong."""
         ...
 
 
@@ -235,6 +244,8 @@ def record_calls(planted: Planted, file: str) -> None:
     def reached() -> None:
         reached_in(turn.path)
 
+    if isinstance(planted, Recorded):
+        return planted.record(reached)
     for target in find_targets(planted):
         original = vars(target.owner).get(target.attribute) or getattr(target.owner, target.attribute)
         if isinstance(original, type):
