@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron_llama.engine.options import EngineOptions
 from tools.fault_matrix.__main__ import main
 from tools.fault_matrix.report import cover
 from tools.fault_matrix.running import Ended, RunError, run_pytest
 from tools.fault_matrix.table import Outcome, find_test_files
 
+from tests.mutations import Mutation, functions, parsed, places
 from tests.plant import catalogue, find_targets, split_by_targets
 from tests.prove.faults import CATALOGUE
 from tests.tools.few_faults import AGAIN
@@ -68,6 +71,32 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     table = folder / "table.jsonl"
     matrix("run", folder, table)
     return folder, table
+
+
+OPTIONS = "megatron_llama/engine/options.py", "EngineOptions.largest_message"
+
+
+def largest_messages() -> list[int]:
+    return [EngineOptions(bucket_size=given).largest_message(shards) for given, shards in ((0, 8), (0, 64), (5, 1))]
+
+
+def test_mutations_are_in_the_code_that_everybody_has() -> None:
+    """Each of one small function changes what it returns, says itself when it is reached, and comes off."""
+    file, name = OPTIONS
+    count = len([*places(dict(functions(parsed(file).body))[name])])
+    assert count == 4, "or, *, and two numbers"
+    before, whole = largest_messages(), EngineOptions.largest_message.__code__
+    for number in range(count):
+        mutation = Mutation(file, name, number)
+        with mutation.patch():
+            assert largest_messages() != before, mutation.name
+        assert largest_messages() == before
+        reached: list[int] = []
+        try:
+            mutation.record(partial(reached.append, number))
+            assert (largest_messages(), {*reached}) == (before, {number})
+        finally:
+            EngineOptions.largest_message.__code__ = whole
 
 
 @pytest.mark.long
