@@ -33,6 +33,9 @@ SURPLUS = 0.005
 (``mid_level_dataset_surplus``). They change the order, because all are shuffled."""
 SEPARATE_BELOW = 0.80
 """The last epoch is shuffled by itself where less than this share of it is read."""
+DOCUMENT_BYTES, SAMPLE_BYTES = 28, 8
+"""What a document of an epoch and a sample take while the order is made: a number, a length and two
+ends; a number and its place."""
 
 
 def shuffled_documents(
@@ -71,10 +74,13 @@ class MegatronStream(TokenStream):
 
     It holds 12 bytes for each document of each epoch, and 4 for each sample."""
 
-    def __init__(self, stream: TokenStream, *, seed: int, num_samples: int | None) -> None:
+    def __init__(
+        self, stream: TokenStream, *, seed: int, num_samples: int | None, most_bytes: int
+    ) -> None:
         """``stream`` has the documents in file order, ``seed`` is Megatron's --seed.
         ``num_samples`` is the number that the run takes of this dataset; with None it is read once.
-        Raises DataError if documents have several sequences."""
+        Raises DataError if documents have several sequences, and where the order would take more
+        than ``most_bytes``."""
         dataset = stream.dataset
         documents = stream.documents
         seq_length = stream.seq_length
@@ -100,6 +106,17 @@ class MegatronStream(TokenStream):
             before_last = ((epochs - 1) * tokens - 1) // seq_length
             last_apart = num_samples - before_last < int(SEPARATE_BELOW * per_epoch)
             first = before_last if last_apart else samples
+        count = epochs * (documents[1] - documents[0])
+        needed = DOCUMENT_BYTES * count + SAMPLE_BYTES * samples
+        if needed > most_bytes:
+            raise DataError(
+                f"--megatron-data-order: {dataset.prefix}",
+                got=f"an order of {count:,} documents and {samples:,} samples, {needed / 1e9:,.1f} "
+                "GB in each process",
+                expected=f"at most {most_bytes / 1e9:,.1f} GB, its share of the free memory",
+                do="start fewer processes on a machine, train for fewer iterations, or leave "
+                "--megatron-data-order out: the order of this package takes no memory",
+            )
         random = np.random.RandomState(seed)
         numbers = np.arange(*documents, dtype=np.int32)
         self._documents = shuffled_documents(numbers, epochs, random, last_apart=last_apart)

@@ -14,10 +14,13 @@ from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron_llama.data.megatron_order import blended_places
 from megatron_llama.data.stream import megatron_split, normalized
 from megatron_llama.errors import DataError
+from megatron_llama.train.setup import megatron_inputs
 from megatron_llama.train.setup.build import build_loader
 from megatron_llama.train.setup.checks.run import data_order_problems
 from megatron_llama.train.setup.inputs import TRAINING, VALIDATION, stream_samples
 from megatron_llama.train.setup.start import data_changes, sample_changes
+
+from tests.refused import refused
 
 VOCAB = 1000
 LENGTHS = {
@@ -174,3 +177,17 @@ def test_another_length_of_the_run_is_another_order(prefixes: dict[str, str]) ->
     before, now = (stream_samples(our_config([prefixes["web"]], "100,0,0", 32, 1, steps, 2), TRAINING, eod=None) for steps in (19, 60))
     assert sample_changes(before.identity(), now.identity()) == "samples in Megatron's order 56, now 140"
     assert list(data_changes({"training": {"seed": 1, "seq_length": 32}}, Config(training=TrainingConfig(seed=1, seq_length=32)))) == []
+
+
+def test_an_order_that_memory_cannot_hold_is_refused_before_it_is_made(prefixes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of trillions of tokens it takes more than a machine has, in each of its processes."""
+    config = our_config([prefixes["web"]], "100,0,0", 32, 1, 19, 2)
+    dataset = stream_samples(config, TRAINING, eod=None)
+    documents = 2 * len(IndexedDataset(Path(prefixes["web"])).lengths)  # two epochs, of which the last is not read to its end
+    needed = 28 * documents + 8 * len(dataset)
+    monkeypatch.setattr(megatron_inputs, "free_bytes", lambda: needed)
+    assert len(stream_samples(config, TRAINING, eod=None)) == len(dataset)
+    monkeypatch.setattr(megatron_inputs, "free_bytes", lambda: needed - 1)
+    with pytest.raises(DataError) as error:
+        stream_samples(config, TRAINING, eod=None)
+    assert f"{documents:,} documents" in refused(error.value).got
