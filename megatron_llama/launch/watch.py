@@ -402,7 +402,9 @@ class Watch:
         deadline = time.monotonic() + self._answer_seconds
         pause = self._pace(ASK_SECONDS)
         stuck = _is_of_stuck(store)
-        while time.monotonic() < deadline and not store.check([FINDINGS]):
+        # Where ranks are stuck their threads end them, and say so: a rank whose connection breaks
+        # because of that lets its own thread be first.
+        while time.monotonic() < deadline and (stuck or not store.check([FINDINGS])):
             answered = store.add(ANSWERED, 0)
             heard = answered + store.add(GONE, 0) >= self._place.world_size
             if heard and (not stuck or store.add(READ_FLIGHTS, 0) >= answered):
