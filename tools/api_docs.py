@@ -45,6 +45,7 @@ SECTIONS = (
             "AdamW",
             "group",
             "ScheduleFreeAdamW",
+            "Muon",
             "elementwise",
             "LossScaling",
         ),

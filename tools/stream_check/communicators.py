@@ -209,9 +209,9 @@ def process_group(recording: Recording, rank: int, world_size: int) -> Iterator[
         return RecordedGroup(recording, name[0], rank, size)
 
     def naming(build: Callable[..., Any], position: int) -> Callable[..., Any]:
-        def build_named(*arguments: Any) -> Any:
+        def build_named(*arguments: Any, **options: Any) -> Any:
             name[0] = arguments[position]
-            return build(*arguments)
+            return build(*arguments, **options)
 
         return build_named
 
@@ -253,6 +253,7 @@ def process_group(recording: Recording, rank: int, world_size: int) -> Iterator[
             patch.object(meshes._AxisBuilder, "build", naming(meshes._AxisBuilder.build, 1)),
             patch.object(data_meshes, "_axis", naming(data_meshes._axis, 0)),
             patch.object(meshes._AxisBuilder, "_options", lambda self, axis: None),
+            patch.object(data_meshes, "communicator_options", lambda *arguments, **options: None),
             patch.object(devices, "axis_backend", lambda device: BACKEND),
             patch.object(devices, "backend", lambda device: BACKEND),
             patch.object(dist, "batch_isend_irecv", batched),
