@@ -87,13 +87,13 @@ def test_the_page_has_our_optimizers() -> None:
             assert found[1] == f"{4 * elements * (1 + kept[name]) / RANKS / 1e9:.2f}", name
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_the_page_has_all_optimizers() -> None:
     lines = optimizer_table(list(optimizer_rows(RANKS, 32)))
     assert [line for line in lines if line not in PAGE.read_text()] == [] and len(lines) == 2 + len(OPTIMIZERS)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_the_page_has_all_rows() -> None:
     page = PAGE.read_text()
     lines = table(list(rows(RANKS, 32)))
