@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron_llama.config.limits import LARGEST_SMALL_FILE, SHOWN_CHARACTERS
 from megatron_llama.config.lines import parse_json
-from megatron_llama.config.model_files import is_name_within, read_model_file
 from megatron_llama.errors import CheckpointError, UserError
 
 COPY_AGAIN = "copy the file again"
@@ -32,6 +31,9 @@ def read_json_object(
 
     As in transformers, a byte-order mark, an encoding other than UTF-8, and any value but an object
     are refused. Raises ``error`` with the file, and with the line where there is one."""
+    # Models that are built from options, and steps, open no such file.
+    from megatron_llama.config.model_files import read_model_file
+
     data = read_model_file(
         Path(path) if isinstance(path, str) else path, limit=limit, do=do, error=error
     )
@@ -68,6 +70,8 @@ def parse_json_object(
 def read_weight_map(path: Path) -> dict[str, str]:
     """Return the name of the file of each tensor, from an index of weights. Raises
     CheckpointError."""
+    from megatron_llama.config.model_files import is_name_within
+
     files = read_json_object(path).get("weight_map")
     is_map = isinstance(files, dict) and all(isinstance(name, str) for name in files.values())
     if not files or not is_map:

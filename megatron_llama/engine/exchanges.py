@@ -15,6 +15,7 @@ from megatron_llama.engine.comm.exchange import (
     StagingBuffer,
     all_reduce_exchange,
     carried_by_gloo,
+    summed_numel,
 )
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.engine.options import BF16
@@ -39,7 +40,7 @@ class BucketExchanges:
 
     ``unsharded``, ``parts``, ``shards`` and ``slots`` are those of ``GradientBuckets``, by bucket.
     ``wire`` is the dtype in which gradients travel, ``own_wires`` has those of buckets with one of
-    their own: each dtype has receive buffers of its own."""
+    their own: each dtype has receive buffers of its own. ``sums_wide``: see ``EngineOptions``."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class BucketExchanges:
         wire: torch.dtype | None,
         chunk_bytes: int,
         own_wires: Mapping[int, torch.dtype | None] = NO_WIRES,
+        sums_wide: bool = False,
     ) -> None:
         self._by_bucket: dict[int, _WireExchanges] = {}
         self.staging: list[Tensor] = []
@@ -68,6 +70,7 @@ class BucketExchanges:
                 replica_axis,
                 shared_wire,
                 chunk_bytes,
+                sums_wide,
             )
             self.staging += exchanges.staging
             self._by_bucket |= dict.fromkeys(buckets, exchanges)
@@ -108,6 +111,7 @@ class _WireExchanges:
         replica_axis: Axis,
         wire: torch.dtype | None,
         chunk_bytes: int,
+        sums_wide: bool,
     ) -> None:
         self._users: dict[int, int] = {}
         some = next(iter(unsharded.values()), torch.empty(0))
@@ -129,6 +133,8 @@ class _WireExchanges:
         if wire is not None and wire != some.dtype and repeated and not self._on_host:
             # One is enough for shards: their sums are made one after the other, in one stream.
             count = buffers if sums_whole else 1
+            if sums_wide:
+                largest_repeated = summed_numel(largest_repeated, replica_axis.size)
             staging = [StagingBuffer(largest_repeated, wire, some.device) for _ in range(count)]
         self.staging = [buffer.memory for buffer in staging]
         """The memory of the buffers in which a device casts gradients."""
@@ -143,6 +149,7 @@ class _WireExchanges:
                 chunk_bytes=chunk_bytes,
                 wire=wire,
                 staging=staging[self._buffer[b] % len(staging)] if staging else None,
+                sums_wide=sums_wide,
             )
             for b, tensor in repeated.items()
         }
@@ -158,6 +165,7 @@ class _WireExchanges:
             device=some.device,
             chunk_bytes=chunk_bytes,
             in_flight=buffers,
+            sums_wide=sums_wide,
         )
         if not self._on_host:
             self.staging += reductions.staging

@@ -78,6 +78,7 @@ class GradientBuckets:
         device: torch.device,
         stream: Stream,
         chunk_bytes: int,
+        sums_wide: bool = False,
         reduced: Callable[[int], None],
         before_reuse: Callable[[int], None],
         gathers_to_come: Callable[[], bool],
@@ -130,6 +131,7 @@ class GradientBuckets:
             wire,
             chunk_bytes,
             own_wires(bucket_plan),
+            sums_wide,
         )
         self._state = dict.fromkeys(self.trainable, State.IDLE)
         self._slot_user: dict[Slot, int] = {}

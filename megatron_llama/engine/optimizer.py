@@ -134,6 +134,7 @@ class OverlappedDistributedOptimizer:
             reduce_every_microbatch=reduces_every_microbatch(options),
             dtype=master_dtype,
             wire=torch.bfloat16 if options.reduces_in_bf16 else None,
+            sums_wide=options.sums_wide,
             device=mesh.device,
             stream=stream,
             chunk_bytes=options.chunk_bytes,

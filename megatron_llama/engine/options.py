@@ -116,6 +116,9 @@ class EngineOptions:
     fp32, or with fp64 in fp64."""
     reduces_in_bf16: bool = False
     """Whether gradients travel in bf16, and not in the dtype of the masters."""
+    sums_wide: bool = False
+    """Whether a device adds up gradients that travel in bf16 in the dtype of the masters, as the
+    host always does. Else the backend adds them in bf16, one rank after the other."""
     chunk_bytes: int = 1_048_576
     """Bytes of the largest piece of a message, where the backend is gloo."""
     prefetch_bytes: int = 0

@@ -128,6 +128,8 @@ def layouts() -> Iterator[Layout]:
         for reduce_bf16 in (False, True):
             yield Layout(dp=4, strategy=strategy, reduce_bf16=reduce_bf16, bf16=True)
         yield Layout(strategy=strategy, reduce_bf16=True)
+        yield Layout(dp=4, strategy=strategy, reduce_bf16=True, sums_wide=True, bf16=True)
+        yield Layout(dp=6, shard_size=2 * (strategy != "no_shard"), strategy=strategy, reduce_bf16=True, sums_wide=True)
         yield Layout(dp=2, cp=2, strategy=strategy, fp16=True, reduce_bf16=True)
         yield Layout(dp=2, strategy=strategy, fp64=True, reduce_bf16=True)
         yield Layout(dp=2, strategy=strategy, lora=4, bf16=True, reduce_bf16=True)

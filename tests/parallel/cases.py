@@ -105,6 +105,8 @@ class Layout:
     """At the start, with fp16."""
     reduce_bf16: bool = False
     """Gradients cross the wire in bfloat16."""
+    sums_wide: bool = False
+    """And a device adds them up in fp32, as the host always does."""
     clip: float = 1.0
     steps: int = STEPS
     offload: OffloadConfig = NO_OFFLOAD
@@ -140,7 +142,7 @@ class Layout:
         words += [f"{self.kv_heads} kv heads"] if self.kv_heads != MODEL.num_key_value_heads else []
         words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         words += [f"pad {self.pad}"] * (self.pad is not None) + ["trained"] * self.trains_pad
-        words += ["tied"] * self.tied + ["documents"] * self.documents + ["bf16 reduction"] * self.reduce_bf16
+        words += ["tied"] * self.tied + ["documents"] * self.documents + ["bf16 reduction"] * self.reduce_bf16 + ["wide sums"] * self.sums_wide
         words += [self.offload.optimizer_offload] * (self.offload != NO_OFFLOAD) + ["speculative"] * self.offload.offload_speculative
         return " ".join(words + ["fp64"] * self.fp64 + ["bf16"] * self.bf16 + ["fp16"] * self.fp16)
 
@@ -159,6 +161,7 @@ class Layout:
             data_parallel_sharding_strategy=self.strategy,
             reduce_bucket_size=self.bucket,
             grad_reduce_in_bf16=self.reduce_bf16,
+            ddp_reduce_scatter_with_fp32_accumulation=self.sums_wide,
             param_slots=self.slots,
             grad_slots=self.grad_slots,
             data_parallel_shard_size=self.shard_size,

@@ -186,6 +186,11 @@ class RecordedGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> RecordedWork:
         return self._do("all_to_all", [sent], [received], lambda: received.copy_(sent))
 
+    def all_to_all_single(
+        self, received: Tensor, sent: Tensor, out_split: Any, in_split: Any, opts: Any = None
+    ) -> RecordedWork:
+        return self.alltoall_base(received, sent, out_split, in_split, opts)
+
     def _pair(self, peer: int) -> str:
         if self.pair_of_batch is not None:
             return self.pair_of_batch

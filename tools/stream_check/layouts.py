@@ -264,6 +264,7 @@ def _layout(
     offload: OffloadConfig | None = None,
     zenflow: ZenFlowConfig | None = None,
     reduce_bf16: bool = False,
+    sums_wide: bool = False,
     between: Sequence[str] = (),
     documents: bool = False,
     grows: bool = False,
@@ -291,6 +292,7 @@ def _layout(
             reduce_bucket_size=4000,
             recompute_granularity=cast(Any, recompute),
             grad_reduce_in_bf16=reduce_bf16,
+            ddp_reduce_scatter_with_fp32_accumulation=sums_wide,
             **parallel,
         ),
         training=TrainingConfig(
@@ -337,6 +339,9 @@ def _data_parallel() -> dict[str, Layout]:
         found[f"{strategy}, no clipping"] = make(clip=0.0)
         found[f"{strategy}, one microbatch"] = make(microbatches=1)
         found[f"{strategy}, reduced in bf16"] = make(reduce_bf16=True)
+        found[f"{strategy}, reduced in bf16, summed in fp32"] = make(
+            reduce_bf16=True, sums_wide=True
+        )
         found[f"{strategy}, fp32, no clipping"] = make(dtype="fp32", clip=0.0)
     for strategy in ("optim_grads", "optim_grads_params"):
         make = partial(_layout, data_parallel_sharding_strategy=strategy, layers=4)
@@ -367,6 +372,13 @@ def _data_parallel() -> dict[str, Layout]:
             data_parallel_shard_size=2,
             reduce_bf16=True,
             clip=0.0,
+        )
+        found[f"{strategy}, two replicas, reduced in bf16, summed in fp32"] = _layout(
+            data_parallel_sharding_strategy=strategy,
+            dp=4,
+            data_parallel_shard_size=2,
+            reduce_bf16=True,
+            sums_wide=True,
         )
     found["limited prefetch"] = _layout(
         data_parallel_sharding_strategy="optim_grads_params", layers=4, prefetch_bytes=20_000

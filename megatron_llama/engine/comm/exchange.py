@@ -19,6 +19,7 @@ from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.comm.host import gloo
 from megatron_llama.engine.comm.recorder import Note
 from megatron_llama.engine.mesh import Axis
+from megatron_llama.engine.plan.buckets import ALIGN, align_up
 
 # torch 2.13 renamed both and warns about the old names, the only ones that 2.11 has.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -84,8 +85,8 @@ def gather(
 
 
 class StagingBuffer:
-    """Memory that reductions use one after the other: on a device gradients are cast into it and
-    summed in it, on the host it goes with a receive buffer.
+    """Memory that reductions use one after the other: on a device gradients are cast into it, and
+    summed in it or received in it, on the host it goes with a receive buffer.
 
     It knows its user, and on a device the event after which the next user may write it: ``wait``
     returns at once there, and the next user starts in another stream."""
@@ -125,7 +126,8 @@ class Reductions:
 
     On the host a receive buffer holds the parts of all other ranks, (size - 1) / size x largest in
     the dtype of the wire, and with a wire of its own a cast of the whole and one part to add in. On
-    a device it is a cast of the whole, in which the backend sums, and nothing without a wire."""
+    a device it is a cast of the whole, in which the backend sums, and nothing without a wire; with
+    ``sums_wide`` it is the cast, and the parts of all ranks beside it."""
 
     def __init__(
         self,
@@ -137,19 +139,22 @@ class Reductions:
         device: torch.device,
         in_flight: int,
         chunk_bytes: int = CHUNK_BYTES,
+        sums_wide: bool = False,
     ) -> None:
         """``largest``: elements of the largest buffer. ``wire``: the dtype in which parts are sent;
-        None means ``dtype``."""
+        None means ``dtype``. ``sums_wide``: see ``EngineOptions``."""
         self._axis = axis
         self._casts = wire is not None and wire != dtype and axis.size > 1
         self._chunk_bytes = chunk_bytes
+        on_host = carried_by_gloo(axis, device)
         self._received = (
             gloo.ReceivedParts.allocate(axis, largest, wire or dtype, dtype, in_flight)
-            if carried_by_gloo(axis, device)
+            if on_host
             else []
         )
+        self._sums_wide = sums_wide and self._casts and not on_host
         self._buffers = [
-            StagingBuffer(largest if self._casts else 0, wire or dtype, device)
+            StagingBuffer(largest * (self._casts + self._sums_wide), wire or dtype, device)
             for _ in range(in_flight)
         ]
 
@@ -162,7 +167,7 @@ class Reductions:
         """Sum ``full`` [n] over the ranks into ``shard`` [n / size], which may be this rank's place
         inside ``full``. On the host the sum is taken in rank order and at least in the dtype of
         ``shard``: no value depends on where buffers or chunks end. On a device the backend sums, in
-        the dtype of the wire.
+        the dtype of the wire; with ``sums_wide`` this rank does, in that of ``shard``.
 
         ``index`` tells the reductions of one axis apart and is the same on all ranks; ``buffer`` is
         the number of the receive buffer."""
@@ -176,18 +181,21 @@ class Reductions:
             sent = self._buffers[buffer].memory[: full.numel()]
             cast = _copying(sent, full)
         exchange: Exchange
-        cast_back = None
+        follow_up = None
         if self._received:
-            received = self._received[buffer]
             exchange = gloo.ReduceScatter(
-                sent, shard.data, axis, received, index, self._chunk_bytes
+                sent, shard.data, axis, self._received[buffer], index, self._chunk_bytes
             )
+        elif self._sums_wide:
+            received = self._buffers[buffer].memory[-full.numel() :]
+            exchange = _BackendExchange(axis, _sending_parts(received, sent))
+            follow_up = _summing(shard, received, axis.size)
         else:
             target = shard.data
             if self._casts:
                 # In place: the sum replaces this rank's part of the sent buffer.
                 target = sent[axis.rank * shard.numel() : (axis.rank + 1) * shard.numel()]
-                cast_back = _copying(shard, target)
+                follow_up = _copying(shard, target)
 
             def issue(group: Group) -> Any:
                 return reduce_scatter_single(target, sent, group=group, async_op=True)
@@ -200,7 +208,7 @@ class Reductions:
             index,
             sent.nbytes,
             before=cast,
-            after=cast_back,
+            after=follow_up,
             # A device that casts nothing has no buffer to wait for.
             buffer=self._buffers[buffer] if self._received or self._casts else None,
         )
@@ -214,26 +222,32 @@ def all_reduce_exchange(
     wire: torch.dtype | None,
     chunk_bytes: int = CHUNK_BYTES,
     staging: StagingBuffer | None = None,
+    sums_wide: bool = False,
 ) -> Exchange:
     """Sum ``tensor`` over the ranks in place. On the host the sum is taken in rank order: the same
     bits on every rank, and those of a reduce-scatter. With ``wire`` the sums travel in that dtype
     too, so every rank keeps the rounded ones.
 
     A tensor with a ``wire`` of another dtype is cast in ``staging``, whose last user must have been
-    waited for when this exchange starts. Without it the exchange has its own memory for that."""
+    waited for when this exchange starts. Without it the exchange has its own memory for that.
+    ``sums_wide``: see ``EngineOptions``; ``staging`` then has ``summed_numel`` elements."""
     if axis.size == 1:
         return _LocalExchange(None, tensor.device)
     sent = tensor.data
     cast = None
     cast_back = None
+    sums_wide = sums_wide and not carried_by_gloo(axis, tensor.device)
     if wire is not None and wire != tensor.dtype:
-        staging = staging or StagingBuffer(tensor.numel(), wire, tensor.device)
+        numel = summed_numel(tensor.numel(), axis.size) if sums_wide else tensor.numel()
+        staging = staging or StagingBuffer(numel, wire, tensor.device)
         sent = staging.memory[: tensor.numel()]
         cast = _copying(sent, tensor)
         cast_back = _copying(tensor, sent)
     exchange: Exchange
     if carried_by_gloo(axis, tensor.device):
         exchange = gloo.AllReduce(sent, tensor.dtype, axis, index, chunk_bytes)
+    elif sums_wide and cast is not None and staging is not None:
+        exchange = _SumsOfParts(staging.memory[: summed_numel(tensor.numel(), axis.size)], axis)
     else:
 
         def issue(group: Group) -> Any:
@@ -313,6 +327,57 @@ def _copying(target: Tensor, source: Tensor) -> Callable[[], None]:
         target.copy_(source)
 
     return copy
+
+
+def summed_numel(numel: int, ranks: int) -> int:
+    """Return the elements of the staging buffer of an all-reduce with ``sums_wide``: twice the
+    tensor's, in whole parts, to send and to receive."""
+    return 2 * ranks * align_up(-(-numel // ranks), ALIGN)
+
+
+def _sending_parts(received: Tensor, sent: Tensor) -> Callable[[Group], Any]:
+    """Send each rank its part of ``sent``, and receive the own part of all."""
+
+    def issue(group: Group) -> Any:
+        return dist.all_to_all_single(received, sent, group=group, async_op=True)
+
+    return issue
+
+
+def _summing(total: Tensor, received: Tensor, ranks: int) -> Callable[[], None]:
+    """Add up the parts of all ranks. Additions are at least in fp32, whatever ``total`` is in."""
+    total = total.data
+    parts = received.view(ranks, -1)
+
+    def add_up() -> None:
+        torch.sum(parts, 0, dtype=total.dtype, out=total)
+
+    return add_up
+
+
+class _SumsOfParts:
+    """An all-reduce in two messages: parts, which each rank adds up for one part, then the sums.
+
+    ``memory`` begins with the tensor that is summed in place; its second half receives."""
+
+    def __init__(self, memory: Tensor, axis: Axis) -> None:
+        sent, received = memory.chunk(2)
+        own = sent.chunk(axis.size)[axis.rank]
+        self._parts = _BackendExchange(axis, _sending_parts(received, sent))
+        self._add_up = _summing(own, received, axis.size)
+        self._sums = _BackendExchange(
+            axis, lambda group: all_gather_single(sent, own, group=group, async_op=True)
+        )
+
+    def start(self) -> None:
+        self._parts.start()
+        # The stream in which exchanges start waits here, not the host.
+        self._parts.wait()
+        self._add_up()
+        self._sums.start()
+
+    def wait(self) -> None:
+        self._sums.wait()
 
 
 class _LocalExchange:

@@ -162,8 +162,8 @@ def planned_muon(options: EngineOptions, bucket_plan: BucketPlan, *, tp: int) ->
 
 def staging_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -> int:
     """Return the bytes of the buffers in which a device casts gradients to the dtype in which they
-    travel, if that is another one; they come on top of ``state_bytes``. ``dp``: data-parallel
-    ranks, context-parallel ones included."""
+    travel, if that is another one, and receives them to add them up itself; they come on top of
+    ``state_bytes``. ``dp``: data-parallel ranks, context-parallel ones included."""
     shards = bucket_plan.shards
     replicas = dp // shards
     total = 0
@@ -172,11 +172,14 @@ def staging_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -
             continue
         buffers = min(STAGED_REDUCTIONS, _slots(bucket_plan, buckets))
         largest = max(bucket.numel for bucket in buckets)
+        repeated = largest // shards
+        if options.sums_wide:
+            repeated = 2 * replicas * align_up(-(-repeated // replicas), ALIGN)
         if shards == 1 and not reduces_every_microbatch(options):
-            total += buffers * largest * wire if replicas > 1 else 0
+            total += buffers * repeated * wire if replicas > 1 else 0
         else:
-            total += buffers * largest * wire if shards > 1 else 0
-            total += largest // shards * wire if replicas > 1 else 0
+            total += buffers * (1 + options.sums_wide) * largest * wire if shards > 1 else 0
+            total += repeated * wire if replicas > 1 else 0
     return total
 
 

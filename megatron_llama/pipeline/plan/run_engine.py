@@ -55,6 +55,7 @@ def engine_options(config: Config) -> EngineOptions:
         bucket_size=parallel.reduce_bucket_size,
         dtype=compute_dtype_name(training),
         reduces_in_bf16=parallel.grad_reduce_in_bf16,
+        sums_wide=parallel.ddp_reduce_scatter_with_fp32_accumulation,
         chunk_bytes=parallel.exchange_chunk_bytes,
         prefetch_bytes=parallel.prefetch_bytes,
         clip=config.optimizer.clip_grad,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_llama.config.schema import Config
 from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.comm import exchange as exchange_module
-from megatron_llama.engine.comm.exchange import Exchange, Reductions, StagingBuffer, all_reduce_exchange, gather
+from megatron_llama.engine.comm.exchange import Exchange, Reductions, StagingBuffer, all_reduce_exchange, gather, summed_numel
 from megatron_llama.engine.comm.streams import open_stream
 from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.launch.launcher import Place
@@ -365,6 +365,50 @@ def repeat(
             sums[index].wait()
             ours, theirs = (rough(_seed(turn, index, rank), one.numel()).bfloat16() for rank in range(2))
             assert torch.equal(one, (ours + theirs).float())
+
+
+def wide_sums_of_a_backend(place: Place, numel: int) -> None:
+    """What a device does where ranks add up: against the sum in fp64 of what travels, which is rounded once into the shard, and where
+    replicas are summed once more on its way back. Three buckets take turns in two buffers, twice."""
+    axis = mesh_of(place).dp
+    part = numel // axis.size
+    own = slice(axis.rank * part, (axis.rank + 1) * part)
+    repeated = numel - 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_module, "carried_by_gloo", lambda axis, device: False)
+        shared = Reductions(axis, largest=numel, dtype=torch.float32, wire=torch.bfloat16, device=CPU, in_flight=2, sums_wide=True)
+        full = [torch.empty(numel - axis.size * (i == 1)) for i in range(3)]
+        shards = [torch.empty(part), torch.empty(part - 1), full[2][own]]
+        scatters = [shared.scatter(f, s, index=i, buffer=i % 2) for i, (f, s) in enumerate(zip(full, shards, strict=True))]
+        staging = StagingBuffer(summed_numel(numel, axis.size), torch.bfloat16, CPU)
+        replicas = torch.empty(repeated)
+        sums = all_reduce_exchange(replicas, axis, index=3, wire=torch.bfloat16, staging=staging, sums_wide=True)
+    assert [buffer.numel() for buffer in shared.staging] == [2 * numel] * 2
+    for turn in range(2):
+        for index, (whole, shard, exchange) in enumerate(zip(full, shards, scatters, strict=True)):
+            whole.copy_(rough(_seed(turn, index, axis.rank), numel)[: whole.numel()])
+            exchange.start()
+            exchange.wait()
+            exact = wide(turn, index, axis.size, numel)[: whole.numel()].chunk(axis.size)[axis.rank]
+            torch.testing.assert_close(shard.double(), exact, rtol=0, atol=axis.size * 2**-24 * 1e4)
+        replicas.copy_(rough(_seed(turn, 3, axis.rank), numel)[:repeated])
+        sums.start()
+        sums.wait()
+        # Half a step of bf16, where the fp32 sum is not so near the middle that its own rounding decides.
+        exact = wide(turn, 3, axis.size, numel)[:repeated]
+        assert bool(((replicas.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-2).all())
+        assert torch.equal(replicas, replicas.bfloat16().float())
+
+
+def wide(turn: int, index: int, ranks: int, numel: int) -> Tensor:
+    """The sum of what travels, in fp64."""
+    return sum((rough(_seed(turn, index, rank), numel).bfloat16().double() for rank in range(ranks)), torch.zeros(numel).double())
+
+
+@pytest.mark.tries("ddp_reduce_scatter_with_fp32_accumulation")
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_backend_leaves_sums_to_its_ranks(cluster: Cluster, world: int) -> None:
+    cluster.run(world, wide_sums_of_a_backend, 1200)
 
 
 def test_a_backend_sums_in_buffers_that_take_turns(cluster: Cluster) -> None:

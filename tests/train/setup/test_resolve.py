@@ -161,6 +161,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"pipeline_model_parallel_size": 4, "num_hidden_layers": 2} | ENDS, 4, "got 4 stages ... that leaves every stage a block"),
         ({"pipeline_model_parallel_size": 2, "pipeline_layer_split": (4, 0)}, 2, "--pipeline-layer-split: got 4 0 (sum 4), expected 2 numbers"),
         (INTERLEAVED | {"virtual_pipeline_model_parallel_size": 2, "pipeline_layer_split": (2, 2)}, 2, "got 2 2 (sum 4), expected 4 numbers"),
+        ({"ddp_reduce_scatter_with_fp32_accumulation": True}, 2, "got no --grad-reduce-in-bf16"),
         ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, 2, "--virtual-pipeline-model-parallel-size: got 2"),
         (INTERLEAVED, 2, "--virtual-pipeline-model-parallel-size: got 1, expected 2 or more chunks per rank"),
         (INTERLEAVED | {"virtual_pipeline_model_parallel_size": 2, "global_batch_size": 3}, 2, "x dp): got 3, expected a multiple"),

@@ -74,6 +74,13 @@ def _sequence_problems(config: Config) -> Iterator[str]:
 def _sharding_problems(config: Config, ranks: int) -> Iterator[str]:
     """Yield problems of sharding. ``ranks``: data-parallel ranks times cp; 0: unknown."""
     parallel = config.parallel
+    if parallel.ddp_reduce_scatter_with_fp32_accumulation and not parallel.grad_reduce_in_bf16:
+        yield describe(
+            "--ddp-reduce-scatter-with-fp32-accumulation",
+            got="no --grad-reduce-in-bf16",
+            expected="gradients that travel in bf16: others are added up in fp32 anyway",
+            do="give both or neither",
+        )
     shards = parallel.data_parallel_shard_size
     strategy = parallel.data_parallel_sharding_strategy
     if shards > 0 and strategy == NO_SHARD:
