@@ -246,8 +246,8 @@ class ParallelConfig:
     )
     """Model chunks per pipeline process, for the interleaved schedule. zb-v always has 2."""
     pipeline_layer_split: tuple[int, ...] = option((), small=scaled("uneven where yours is"))
-    """Transformer blocks of each stage, first to last (with virtual stages: of each chunk).
-    Default: equal shares."""
+    """Transformer blocks of each stage, first to last (with virtual stages: of each chunk). The
+    first may have 0 and only embed, the last 0 and only the head. Default: equal shares."""
     account_for_embedding_in_pipeline_split: bool = option(False, small=KEPT)
     """Count the embedding as one layer of the first stage when sharing out the layers."""
     account_for_loss_in_pipeline_split: bool = option(False, small=KEPT)

@@ -218,7 +218,7 @@ def _pipelines(
     config: Config, pp: int, microbatches: int, pinned: Mapping[str, Any]
 ) -> Iterator[tuple[str, int]]:
     """Yield the schedules with their numbers of virtual stages."""
-    layers = config.model.num_hidden_layers // pp
+    layers = -(-config.model.num_hidden_layers // pp)
     every = [("1f1b", 1)]
     if pp > 1:
         counts = range(2, min(layers, 10) + 1) if microbatches % pp == 0 else ()
@@ -242,7 +242,7 @@ def _pipelines(
 def _divides_blocks(config: Config, stages: int) -> bool:
     """Whether stages have equal numbers of blocks, alone or with the ends (``with_ends``)."""
     layers = config.model.num_hidden_layers
-    return layers % stages == 0 or ((layers + 2) % stages == 0 and (layers + 2) // stages > 1)
+    return layers % stages == 0 or (layers + 2) % stages == 0
 
 
 def _pinned_or(pinned: Mapping[str, Any], name: str, every: Any) -> Any:

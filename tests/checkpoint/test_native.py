@@ -58,7 +58,7 @@ def test_one_process(tmp_path: Path, other: Layout) -> None:
 SAVED = (
     ONE,
     Layout(tp=2, dp=2, sp=True, bucket=7_000),
-    Layout(pp=2, dp=2, virtual=2, schedule="interleaved", microbatches=2, strategy="optim_grads", bucket=5_000),
+    Layout(pp=2, dp=2, virtual=2, split=(0, 2, 2, 0), schedule="interleaved", microbatches=2, strategy="optim_grads", bucket=5_000),
     Layout(cp=2, dp=2, strategy="optim_grads_params"),
     Layout(tp=4, pp=2, schedule="zb-v", virtual=2, microbatches=2),
     Layout(dp=4, strategy="optim_grads_params", shard_size=2, slots="3", grad_slots=1),

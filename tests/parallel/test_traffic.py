@@ -71,7 +71,7 @@ def planned_saved(plan: MemoryPlan, rank: int) -> int:
     blocks that are computed again, which they hold themselves."""
     granularity, last = plan.config.parallel.recompute_granularity, plan.partition.stages - 1
     stages = range(plan.partition.stages)
-    held = [plan.shape.logits * (stage == last) + plan.shape.rotary * (granularity == "full") for stage in stages]
+    held = [plan.shape.logits * (stage == last) + plan.shape.rotary * (granularity == "full" and bool(plan.partition.layers[stage])) for stage in stages]
     each = [plan.kept(stage, granularity, plan.recompute_layers()) - held[stage] for stage in stages]
     return peak_of(plan.schedule.ranks[rank], each, [0 for _ in stages])
 
@@ -111,7 +111,8 @@ def assert_as_planned(layout: Layout, ranks: Sequence[Counted]) -> None:
         assert counted.traffic == step_messages(config, world, counted.pp_rank), f"rank {rank}"
         assert counted.traffic == trace.traffic(trace.stage_of(counted.pp_rank)), f"rank {rank}"
         if not layout.documents:  # masks and positions of samples are not planned
-            assert planned_saved(plan, counted.pp_rank) == pytest.approx(counted.saved, rel=0.01), f"rank {rank}"
+            # A stage that only embeds keeps so little that single numbers count.
+            assert planned_saved(plan, counted.pp_rank) == pytest.approx(counted.saved, rel=0.01, abs=64), f"rank {rank}"
 
 
 @pytest.mark.few(3)
@@ -159,7 +160,8 @@ def assert_reduced_when_complete(layout: Layout, ranks: Sequence[Counted]) -> No
     """So a reduction travels under the backward passes of all later buckets."""
     for rank, counted in enumerate(ranks):
         buckets = _buckets(layout, counted)
-        assert len(buckets.buckets) > 1 and (len(buckets.buckets) > 8 or layout.bucket != 1), "the order of one bucket says nothing"
+        some = len(buckets.buckets) > 1 or 0 in layout.split
+        assert some and (len(buckets.buckets) > 8 or layout.bucket != 1), "the order of one bucket says nothing"
         stages = {bucket.kind.stage for bucket in buckets.buckets}
         assert len(counted.events) == sum(len(_order(layout, buckets, stage)) for stage in stages)
         for stage in stages:

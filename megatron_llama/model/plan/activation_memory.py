@@ -236,7 +236,7 @@ class Activations:
     @property
     def rotary(self) -> int:
         """The rotary table, which all blocks of a stage share, and that of sliding layers if they
-        have another base."""
+        have another base. A stage without blocks makes none."""
         samples = self.micro_batch_size if self.positions_per_sample else 1
         width = int(self.model.head_dim * self.model.partial_rotary_factor)
         tables = 2 if self.model.rope_local_base_freq else 1
@@ -255,7 +255,8 @@ class Activations:
         """Return the bytes of a pipeline stage of ``blocks`` blocks, of which ``recomputing``
         recompute. ``in_chunks``: the last stage never holds the logits of all tokens."""
         kept = recomputing * self.block(granularity) + (blocks - recomputing) * self.block("none")
-        return kept + self.rotary + first * self.embedding + last * self.head(in_chunks=in_chunks)
+        kept += self.rotary * (blocks > 0)
+        return kept + first * self.embedding + last * self.head(in_chunks=in_chunks)
 
     def postponed_stage(
         self, blocks: int, granularity: Granularity, recomputing: int, *, first: bool, last: bool

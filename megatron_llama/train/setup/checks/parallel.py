@@ -113,10 +113,12 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
         return
     if parallel.pipeline_layer_split:
         split = parallel.pipeline_layer_split
-        if len(split) != stages or sum(split) != layers or min(split) < 1:
+        # The embedding and the head are work enough for a stage, and any other needs a block.
+        inner = split[1:-1] if stages > 1 else split
+        if len(split) != stages or sum(split) != layers or min(split) < 0 or 0 in inner:
             wanted = (
-                f"{stages} numbers of 1 or more (one per stage) that add up to "
-                f"num_hidden_layers {layers}"
+                f"{stages} numbers of 1 or more (one per stage; first and last may be 0) that add "
+                f"up to num_hidden_layers {layers}"
             )
             got = f"{' '.join(map(str, split))} (sum {sum(split)})"
             yield describe("--pipeline-layer-split", got=got, expected=wanted, do="change the list")
@@ -125,9 +127,8 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
         parallel.account_for_embedding_in_pipeline_split
         + parallel.account_for_loss_in_pipeline_split
     )
-    if (layers + ends) % stages or layers + ends < 2 * stages * bool(ends) or layers < stages:
+    if (layers + ends) % stages or layers + ends < stages:
         counted = f" + {ends} for embedding and loss" if ends else ""
-        counted += "" if (layers + ends) % stages else " that leaves every stage a block"
         name = (
             "virtual_pipeline_model_parallel_size"
             if virtual > 1
