@@ -351,6 +351,9 @@ class ParallelConfig:
     )
     """On a GPU: most thread blocks, each on a multiprocessor, of NCCL's kernels between pipeline
     stages. 0: as many as NCCL takes. Not measured yet."""
+    nccl_register_buffers: bool = option(False, small=NO_GPU, draws=(True,))
+    """On a GPU: register the memory of parameters and gradients with NCCL, which then sends and
+    receives in place instead of through buffers of its own. Not measured yet."""
     distributed_timeout_minutes: float = option(
         10.0, check=POSITIVE, changes="nothing", small=NOT_COMPUTED
     )

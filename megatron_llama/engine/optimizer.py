@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from megatron_llama.engine.comm.collectives import all_reduce
 from megatron_llama.engine.comm.exchange import all_reduce_exchange
 from megatron_llama.engine.comm.queues import CommQueue, open_comm_queue
+from megatron_llama.engine.comm.registered import RegisteredMemory
 from megatron_llama.engine.comm.streams import Future, Stream, open_stream
 from megatron_llama.engine.counting import Counting
 from megatron_llama.engine.evaluation_weights import EvaluationWeights
@@ -118,30 +119,32 @@ class OverlappedDistributedOptimizer:
         # The threads do not end by themselves, and a script may forget ``close``. The finalizer
         # knows the queues and not the engine, which it would keep alive.
         self._closing = weakref.finalize(self, _close, self._queues, rules)
-        self.parameters = ParameterBuckets(
-            bucket_plan,
-            mesh.dp_gather,
-            dtypes=[DTYPES[b.kind.dtype or options.dtype] for b in bucket_plan.buckets],
-            device=mesh.device,
-            comm_queue=comm_queue,
-            prefetch_bytes=options.prefetch_bytes,
-            chunk_bytes=options.chunk_bytes,
-        )
-        self.gradients = GradientBuckets(
-            bucket_plan,
-            shard_axis=mesh.dp_shard,
-            replica_axis=mesh.dp_replica,
-            reduce_every_microbatch=reduces_every_microbatch(options),
-            dtype=master_dtype,
-            wire=torch.bfloat16 if options.reduces_in_bf16 else None,
-            sums_wide=options.sums_wide,
-            device=mesh.device,
-            stream=stream,
-            chunk_bytes=options.chunk_bytes,
-            reduced=_weak_on_reduced(self),
-            before_reuse=lambda bucket: rules.by_bucket[bucket].before_grad_reuse(bucket),
-            gathers_to_come=self.parameters.gathers_to_come,
-        )
+        self._registered = RegisteredMemory(mesh, wanted=options.registers_buffers)
+        with self._registered.making():
+            self.parameters = ParameterBuckets(
+                bucket_plan,
+                mesh.dp_gather,
+                dtypes=[DTYPES[b.kind.dtype or options.dtype] for b in bucket_plan.buckets],
+                device=mesh.device,
+                comm_queue=comm_queue,
+                prefetch_bytes=options.prefetch_bytes,
+                chunk_bytes=options.chunk_bytes,
+            )
+            self.gradients = GradientBuckets(
+                bucket_plan,
+                shard_axis=mesh.dp_shard,
+                replica_axis=mesh.dp_replica,
+                reduce_every_microbatch=reduces_every_microbatch(options),
+                dtype=master_dtype,
+                wire=torch.bfloat16 if options.reduces_in_bf16 else None,
+                sums_wide=options.sums_wide,
+                device=mesh.device,
+                stream=stream,
+                chunk_bytes=options.chunk_bytes,
+                reduced=_weak_on_reduced(self),
+                before_reuse=lambda bucket: rules.by_bucket[bucket].before_grad_reuse(bucket),
+                gathers_to_come=self.parameters.gathers_to_come,
+            )
         self.masters = [
             self._master(bucket, master_dtype) for bucket in range(len(bucket_plan.buckets))
         ]
@@ -542,6 +545,7 @@ class OverlappedDistributedOptimizer:
             queue.join(CLOSE_TIMEOUT_SECONDS)
         for rule in self.rules.distinct:
             rule.close(CLOSE_TIMEOUT_SECONDS)
+        self._registered.close()
 
 
 def _attach_to(stages: Iterable[nn.Module]) -> Attach:

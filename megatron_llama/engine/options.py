@@ -119,6 +119,8 @@ class EngineOptions:
     sums_wide: bool = False
     """Whether a device adds up gradients that travel in bf16 in the dtype of the masters, as the
     host always does. Else the backend adds them in bf16, one rank after the other."""
+    registers_buffers: bool = False
+    """Whether the memory of messages is registered with NCCL (``comm/registered.py``)."""
     chunk_bytes: int = 1_048_576
     """Bytes of the largest piece of a message, where the backend is gloo."""
     prefetch_bytes: int = 0

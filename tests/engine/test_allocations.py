@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from megatron_llama.pipeline.plan.run_engine import engine_options, rank_bucket_
 from megatron_llama.planner.trace.storages import Storages
 from megatron_llama.train.setup.memory import MemoryPlan
 from megatron_llama.train.setup.resolve import resolve
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from tests.engine.test_moments import MomentLayout
@@ -245,6 +246,58 @@ def test_groups_of_parameters(strategy: Strategy, monkeypatch: pytest.MonkeyPatc
     for layout in (GroupLayout(dp=2, strategy=strategy, bf16=True), GroupLayout(tp=2, dp=2, strategy=strategy, tied=True, offload=EXACT)):
         for rank in range(layout.world_size):
             check(layout.sized(), layout.world_size, rank, monkeypatch)
+
+
+class Backend:
+    """What torch's backend of a communicator does with memory pools."""
+
+    mem_allocator = "NCCL's"
+
+    def __init__(self, number: int, done: list[str]) -> None:
+        self._number, self._done = number, done
+
+    def register_mem_pool(self, pool: str) -> None:
+        self._done.append(f"{self._number} registers {pool}")
+
+    def deregister_mem_pool(self, pool: str) -> None:
+        self._done.append(f"{self._number} takes {pool} back")
+
+
+@pytest.mark.tries("nccl_register_buffers")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_travels_and_nothing_else_is_made_in_registered_memory(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole parameters and gradients, their shards, and what casts them: in the pool that every communicator knows once all of it is made,
+    until the engine is closed."""
+    layout = Layout(dp=4, strategy=strategy, shard_size=2 * (strategy != "no_shard"), bf16=True, reduce_bf16=True)
+    config = layout.sized()
+    config = replace(config, parallel=replace(config.parallel, nccl_register_buffers=True))
+    done, backends, pooled = list[str](), dict[int, Backend](), list[int]()
+
+    @contextlib.contextmanager
+    def use_pool(pool: str, device: torch.device) -> Iterator[None]:
+        assert device == META
+        [mode] = (mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Made))
+        before = mode.storages.live
+        yield
+        pooled.append(mode.storages.live - before)
+        done.append(f"made in {pool}")
+
+    def backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+        if device != META:
+            return SimpleNamespace(name=lambda: "gloo")
+        return backends.setdefault(id(group), Backend(len(backends), done))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dist.ProcessGroup, "_get_backend", backend)
+        patch.setattr(torch.cuda, "MemPool", lambda allocator: f"a pool of {allocator}")
+        patch.setattr(torch.cuda, "use_mem_pool", use_pool)
+        engine, _ = built(config, 4, 0, patch)
+        engine.engine.close()
+    travelling = sum(engine.components.get(name, 0) for name in ("parameters", "parameter shards", "gradients", "staging"))
+    assert pooled == [travelling] and travelling < engine.live
+    assert len(backends) == (1 if strategy == "no_shard" else 2)
+    expected = ["made in {}", *(f"{n} registers {{}}" for n in range(len(backends))), *(f"{n} takes {{}} back" for n in range(len(backends)))]
+    assert done == [line.format("a pool of NCCL's") for line in expected]
 
 
 def module_cases() -> Iterator[tuple[Config, int, bool]]:

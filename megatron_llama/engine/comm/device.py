@@ -370,3 +370,13 @@ def wait_for_copies(device: torch.device) -> None:
     """Let the host wait until the copies that the caller has issued are complete."""
     if not is_host(device):
         torch.cuda.current_stream(device).synchronize()
+
+
+def message_pool(backend: Any) -> Any:
+    """Return a memory pool, empty, of memory that the backend of a communicator allocates."""
+    return torch.cuda.MemPool(backend.mem_allocator)
+
+
+def making_in(pool: Any, device: torch.device) -> AbstractContextManager[None]:
+    """Let this thread make tensors of a device in a pool."""
+    return torch.cuda.use_mem_pool(pool, device)

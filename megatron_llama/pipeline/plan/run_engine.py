@@ -56,6 +56,7 @@ def engine_options(config: Config) -> EngineOptions:
         dtype=compute_dtype_name(training),
         reduces_in_bf16=parallel.grad_reduce_in_bf16,
         sums_wide=parallel.ddp_reduce_scatter_with_fp32_accumulation,
+        registers_buffers=parallel.nccl_register_buffers,
         chunk_bytes=parallel.exchange_chunk_bytes,
         prefetch_bytes=parallel.prefetch_bytes,
         clip=config.optimizer.clip_grad,
