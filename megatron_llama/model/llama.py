@@ -25,13 +25,12 @@ from megatron_llama.engine.param_handle import ParamHandle, use_param_handles
 from megatron_llama.model.nn.attention import (
     PLAIN_SCORES,
     AttentionBackend,
-    Documents,
     ScoreRule,
-    attends_by_document,
     causal_attention,
 )
 from megatron_llama.model.nn.compiled import chosen_ops
 from megatron_llama.model.nn.context import Comm, context_attention
+from megatron_llama.model.nn.documents import Documents, SplitDocuments, document_attention
 from megatron_llama.model.nn.embedding import VocabParallelEmbedding
 from megatron_llama.model.nn.functional import (
     add_norm,
@@ -68,7 +67,7 @@ from megatron_llama.model.plan.params import (
     partition_of,
 )
 from megatron_llama.model.plan.run_params import rank_units
-from megatron_llama.model.positions import Positions, Rotaries, with_documents
+from megatron_llama.model.positions import Positions, Rotaries
 from megatron_llama.model.windows import window_of
 
 
@@ -236,15 +235,17 @@ class Attention(nn.Module):
             sin = positions.sliding_sin
         before = positions.continuation
         sizes = {"query": self.heads, "key": self.kv_heads}
+        documents = positions.documents
         is_whole = self.cp.size == 1 and before is None
-        has_documents = positions.mask is not None or positions.document_ids is not None
-        if is_host(qkv.device) and is_whole and not has_documents:
+        if is_host(qkv.device) and is_whole and documents is None:
             return rotated_attention(qkv, cos, sin, **sizes, ops=self.ops, rule=rule)
         query, key, value = split_heads(qkv, cos, sin, **sizes, ops=self.ops)
         if before is not None:
             return before.attend(
                 self, query, key, value, positions.mask, rule=rule, backend=self.backend
             )
+        if isinstance(documents, Documents):
+            return document_attention(query, key, value, documents, rule, self.backend)
         if self.cp.size > 1:
             return context_attention(
                 query,
@@ -252,24 +253,13 @@ class Attention(nn.Module):
                 value,
                 cp=self.cp,
                 comm=self.cp_comm_type,
-                document_ids=positions.document_ids,
+                documents=documents,
                 backend=self.backend,
                 rule=rule,
             )
-        only_ids = positions.mask is None and positions.document_ids is not None
-        if rule.is_plain(len(query)) and not only_ids:
-            return causal_attention(
-                query, key, value, positions.mask, backend=self.backend, scale=rule.scale
-            )
-        return sliding_attention(
-            query,
-            key,
-            value,
-            rule=rule,
-            documents=positions.mask if isinstance(positions.mask, Documents) else None,
-            document_ids=positions.document_ids,
-            backend=self.backend,
-        )
+        if rule.is_plain(len(query)):
+            return causal_attention(query, key, value, None, backend=self.backend, scale=rule.scale)
+        return sliding_attention(query, key, value, rule=rule, backend=self.backend)
 
 
 class MLP(nn.Module):
@@ -569,17 +559,10 @@ class Stage(nn.Module):
         positions = self.rotaries.positions(length, device, position_ids, lengths)
         if document_ids is None:
             return positions
-        dtype = next(self.parameters()).dtype
-        if not attends_by_document(device, dtype, self.config.head_dim):
-            documents = None  # there is no kernel for them
-        return with_documents(
-            positions,
-            document_ids,
-            documents,
-            length=length,
-            cp=self.mesh.cp,
-            rules=set(self.scores.values()),
-        )
+        counted = documents or Documents.of(document_ids)
+        cp = self.mesh.cp
+        split = counted if cp.size == 1 else SplitDocuments.of(counted, length, cp)
+        return replace(positions, documents=split)
 
 
 def score_rule(model: ModelConfig, layer: int) -> ScoreRule:
