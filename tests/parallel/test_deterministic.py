@@ -152,7 +152,8 @@ import hashlib, sys, torch
 from megatron_llama.launch.launcher import Place, fix_sums
 fix_sums()
 from megatron_llama.engine.comm import device as devices
-from megatron_llama.model.nn.attention import Documents, causal_attention
+from megatron_llama.model.nn.attention import PLAIN_SCORES, causal_attention
+from megatron_llama.model.nn.documents import Documents, document_attention
 from tests.parallel.cases import Layout, trainer
 
 def digest(*tensors):
@@ -169,13 +170,13 @@ with devices.deterministic(wanted=True):
     print(digest(loss, norm, *run.optimizer.masters))
     generator = torch.Generator(device).manual_seed(1)
     starts = torch.tensor([0, 10, tokens], dtype=torch.int32, device=device)
-    for documents in (None, Documents(starts, tokens - 10)):
+    for documents in (None, Documents(starts, (0, 10, tokens))):
         found = set()
         for repeat in range(5):
             generator.manual_seed(1)
             q, k, v = (torch.randn(tokens, 1, heads, 128, device=device, dtype=torch.bfloat16, generator=generator) for heads in (32, 8, 8))
             leaves = [part.requires_grad_() for part in (q, k, v)]
-            out = causal_attention(*leaves, documents)
+            out = causal_attention(*leaves, None) if documents is None else document_attention(*leaves, documents, PLAIN_SCORES)
             found.add(digest(out, *torch.autograd.grad(out.sum(), leaves)))
         assert len(found) == 1, "attention"
         print(*found)
