@@ -22,12 +22,7 @@ from megatron_llama.engine.backward import pre_backward_hook
 from megatron_llama.engine.comm.device import is_host
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.param_handle import ParamHandle, use_param_handles
-from megatron_llama.model.nn.attention import (
-    PLAIN_SCORES,
-    AttentionBackend,
-    ScoreRule,
-    causal_attention,
-)
+from megatron_llama.model.nn.attention import PLAIN_SCORES, AttentionBackend, ScoreRule
 from megatron_llama.model.nn.compiled import chosen_ops
 from megatron_llama.model.nn.context import Comm, context_attention
 from megatron_llama.model.nn.documents import Documents, SplitDocuments, document_attention
@@ -257,8 +252,6 @@ class Attention(nn.Module):
                 backend=self.backend,
                 rule=rule,
             )
-        if rule.is_plain(len(query)):
-            return causal_attention(query, key, value, None, backend=self.backend, scale=rule.scale)
         return sliding_attention(query, key, value, rule=rule, backend=self.backend)
 
 
@@ -578,6 +571,10 @@ def score_rule(model: ModelConfig, layer: int) -> ScoreRule:
 def build_stages(config: Config, mesh: Mesh, block: type[Block] = Block) -> dict[int, Stage]:
     """Build this process's pipeline stages, by index, without values. Collective with --compile."""
     training = config.training
+    if training.attention_backend == "fa3" and not is_host(mesh.device):
+        from megatron_llama.engine.comm.flash3 import require_flash3  # which few runs need
+
+        require_flash3()
     kernels = None
     if not training.compile:
         # Only fp64 is excluded; kernels take fp32, bf16 and fp16 alike.

@@ -135,7 +135,7 @@ def test_the_backend_reaches_every_layer(monkeypatch: pytest.MonkeyPatch) -> Non
     def noted(name: str) -> Any:
         return lambda query, *rest, **named: seen.append((name, named.get("backend", rest[-1]))) or query.flatten(2)
 
-    for name in ("causal_attention", "context_attention"):
+    for name in ("sliding_attention", "context_attention"):
         monkeypatch.setattr(llama, name, noted(name))
     monkeypatch.setattr(llama, "is_host", lambda device: False)
     size = (stage.model.layers["0"].self_attn.heads + 2 * stage.model.layers["0"].self_attn.kv_heads) * config.model.head_dim
@@ -144,7 +144,7 @@ def test_the_backend_reaches_every_layer(monkeypatch: pytest.MonkeyPatch) -> Non
             block.self_attn.cp = cp
             block.self_attn.attend(torch.zeros(4, 1, size), stage.positions(4, torch.device("cpu")))
     layers = len(stage.model.layers)
-    assert seen == [("causal_attention", "fused")] * layers + [("context_attention", "fused")] * layers
+    assert seen == [("sliding_attention", "fused")] * layers + [("context_attention", "fused")] * layers
 
 
 TWICE = """

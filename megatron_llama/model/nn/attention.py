@@ -20,9 +20,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_llama.engine.comm.device import capability, is_host, widens_bf16
 
-AttentionBackend = Literal["auto", "flash", "fused"]
+AttentionBackend = Literal["auto", "flash", "fused", "fa3"]
 """Whose kernels compute attention on a GPU, in Megatron's words: ``fused`` is cuDNN, ``flash`` is
-torch's flash attention, and ``auto`` is the faster one of those that are sound there."""
+torch's flash attention, ``fa3`` what stands in its place (``engine/comm/flash3.py``), and ``auto``
+is the faster one of the first two that are sound there."""
 
 _aten = torch.ops.aten
 _BIAS_ALIGNMENT = 16
@@ -117,7 +118,9 @@ def attention_order(
     # cuDNN's backward adds the parts of a query's gradient with atomics. The other kernels have a
     # backward in a fixed order, which they use when torch is told to be deterministic.
     usable = (cudnn or 0) > _SOUND_CUDNN and not deterministic
-    return (SDPBackend.CUDNN_ATTENTION, *others) if usable and backend != "flash" else others
+    return (
+        (SDPBackend.CUDNN_ATTENTION, *others) if usable and backend in ("auto", "fused") else others
+    )
 
 
 def attention_kernel(
@@ -141,7 +144,7 @@ def attention_warnings(
     backend: AttentionBackend = "auto",
 ) -> list[str]:
     """Return warnings about the kernel that computes this model's attention here."""
-    if is_host(device) or dtype.itemsize != 2 or backend == "flash" or _is_deterministic():
+    if is_host(device) or dtype.itemsize != 2 or backend in ("flash", "fa3") or _is_deterministic():
         return []
     query, key = (
         torch.empty(256, 1, count, head_dim, device=device, dtype=dtype)

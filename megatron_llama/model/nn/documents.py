@@ -8,25 +8,20 @@ document that it begins in, which is a rectangle of scores without a mask.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_llama.engine.comm.device import is_host
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.model.nn import attention, sliding
-from megatron_llama.model.nn.attention import (
-    AttentionBackend,
-    ScoreRule,
-    causal_attention,
-    suits_flash,
-    window_sizes,
-)
+from megatron_llama.model.nn.attention import AttentionBackend, ScoreRule, suits_flash, window_sizes
 from megatron_llama.model.plan.documents import Span, bounds_within, places_within, seen_before
 from megatron_llama.model.plan.zigzag import chunk_length, zigzag_chunks
 
@@ -49,11 +44,11 @@ class Documents:
     @staticmethod
     def of(document_ids: Tensor) -> Documents:
         """Count documents of ids [s, b] on the host: a new one begins where the id changes."""
-        ids = document_ids.t().cpu()
-        begins = torch.ones(ids.shape, dtype=torch.bool)
-        torch.ne(ids[:, 1:], ids[:, :-1], out=begins[:, 1:])
-        starts = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([ids.numel()])])
-        return Documents(starts.to(torch.int32), tuple(starts.tolist()))
+        ids = document_ids.cpu().numpy().T
+        begins = np.ones(ids.shape, np.bool_)
+        np.not_equal(ids[:, 1:], ids[:, :-1], out=begins[:, 1:])
+        bounds = (*np.flatnonzero(begins).tolist(), ids.size)
+        return Documents(torch.tensor(bounds, dtype=torch.int32), bounds)
 
     @cached_property
     def longest(self) -> int:
@@ -99,15 +94,9 @@ def document_attention(
     else:
         lengths = [stop - start for start, stop in pairwise(documents.bounds)]
         parts = zip(*(torch.split(part.unsqueeze(1), lengths) for part in (q, k, v)), strict=True)
-        out = torch.cat([_one_document(part, rule, backend) for part in parts]).view_as(q)
+        outs = [sliding.sliding_attention(*part, rule=rule, backend=backend) for part in parts]
+        out = torch.cat(outs).view_as(q)
     return out.view(batch, length, *query.shape[2:]).transpose(0, 1).flatten(2)
-
-
-def _one_document(parts: Sequence[Tensor], rule: ScoreRule, backend: AttentionBackend) -> Tensor:
-    q, k, v = parts
-    if rule.is_plain(len(q)):
-        return causal_attention(q, k, v, None, backend, rule.scale)
-    return sliding.sliding_attention(q, k, v, rule=rule, backend=backend)
 
 
 def _kernel_arguments(documents: Documents) -> tuple[Tensor, Tensor, int, int, float, bool]:

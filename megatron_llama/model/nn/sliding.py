@@ -37,6 +37,8 @@ def sliding_attention(
     """Compute causal attention of query [s, b, n, d], key and value [s, b, n_kv, d]: [s, b, n *
     d]."""
     length = query.shape[0]
+    if rule.is_plain(length):
+        return attention.causal_attention(query, key, value, None, backend, rule.scale)
     if is_host(query.device) or not suits_flash(query) or rule.softcap:
         out: Tensor = _SlidingAttention.apply(  # type: ignore[no-untyped-call]
             query, key, value, rule, backend
