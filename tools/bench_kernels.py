@@ -38,14 +38,15 @@ from megatron_llama.engine.rules.moments import EightBitMoment, Tables
 from megatron_llama.engine.rules.update_rule import rounded_adamw_step
 from megatron_llama.model.nn import ops as plain
 from megatron_llama.model.nn.attention import (
+    PLAIN_SCORES,
     AttentionBackend,
-    Documents,
     attend,
     attend_backward,
     attention_kernel,
     causal_attention,
     piece_kernel,
 )
+from megatron_llama.model.nn.documents import Documents, document_attention
 from megatron_llama.model.nn.rotary import rope_frequencies, rope_table
 from megatron_llama.model.plan.chunks import HEAD_CHUNK
 from megatron_llama.train.commands.env import apex_found
@@ -344,11 +345,11 @@ def attention_documents(sizes: Sizes) -> Case:
     qkv = sizes.draw(sizes.tokens, 1, HEADS + 2 * KEYS, WIDTH).requires_grad_()
     parts = torch.split(qkv, [HEADS, KEYS, KEYS], dim=2)
     starts = torch.arange(0, sizes.tokens + 1, sizes.tokens // 4, dtype=torch.int32)
-    documents = Documents(starts.to(sizes.device), sizes.tokens // 4)
+    documents = Documents(starts.to(sizes.device), tuple(starts.tolist()))
 
     def both(backend: AttentionBackend) -> None:
         query, key, value = parts
-        out = causal_attention(query, key, value, documents, backend)
+        out = document_attention(query, key, value, documents, PLAIN_SCORES, backend)
         torch.autograd.grad(out, qkv, torch.ones_like(out))
 
     found: dict[str, Body] = {"ours": partial(both, "auto")}

@@ -432,12 +432,14 @@ class TrainingConfig:
     """Overflows in a row before the loss scale halves. Each overflowing step is skipped."""
     fp64: bool = option(False, small=KEPT, draws=(True,))
     """Compute in double precision: the reference of the parity checks, not for training."""
-    attention_backend: Literal["auto", "flash", "fused"] = option(
-        "auto", small=NO_GPU, draws=("flash", "fused")
+    attention_backend: Literal["auto", "flash", "fused", "fa3"] = option(
+        "auto", small=left_out("it chooses kernels of GPUs, which prove does not compare")
     )
     """Whose kernels compute attention on a GPU: torch's flash attention, cuDNN's (fused), or the
     faster one that is sound there. Packed documents, and layers with a window, are always computed
-    by flash attention. On CPUs it changes nothing."""
+    by flash attention. `fa3` puts FlashAttention 3 in the place of torch's, for documents and
+    windows too; it needs a Hopper GPU and the package flash-attn-3. On CPUs the other values change
+    nothing."""
     deterministic_mode: bool = option(False, small=NO_GPU, draws=(True,))
     """Compute every sum in a fixed order on GPUs too, so that the same run gives the same bits:
     torch's deterministic algorithms, flash attention instead of cuDNN's, a fixed workspace for

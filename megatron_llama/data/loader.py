@@ -18,7 +18,7 @@ from megatron_llama.data.order import BlendedOrder, mixed
 from megatron_llama.data.stream import TokenStream
 from megatron_llama.engine.comm.device import is_host
 from megatron_llama.errors import DataError
-from megatron_llama.model.nn.attention import Documents
+from megatron_llama.model.nn.documents import Documents
 
 STEPS_AHEAD = 2
 """Samples of a remote dataset are requested so many steps before they are read: a server then has
@@ -46,10 +46,9 @@ class Batch:
     noise_seeds: tuple[int, ...] = ()
     """A seed for each sample, where there is noise."""
     document_starts: Tensor | None = None
-    """``Documents.starts`` of ``document_ids``, for a device that attends by document; None if they
-    have not been counted."""
-    longest_document: int = 0
-    """Tokens of the longest document, where they are counted."""
+    """``Documents.starts`` of ``document_ids``, on a device; None if they have not been counted."""
+    document_bounds: tuple[int, ...] = ()
+    """``Documents.bounds``, where they are counted."""
     completion_ids: Tensor | None = None
     """1 + the number, within its sample, of the completion that the label belongs to, int32 [s, b];
     0 for labels of no completion. None for samples without completions to compare."""
@@ -103,7 +102,7 @@ class Batch:
         return replace(
             self,
             document_starts=documents.starts,
-            longest_document=documents.longest,
+            document_bounds=documents.bounds,
             mismatched=inner,
         )
 

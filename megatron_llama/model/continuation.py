@@ -7,13 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.model.nn.attention import (
-    AttentionBackend,
-    Documents,
-    ScoreRule,
-    attend,
-    causal_attention,
-)
+from megatron_llama.model.nn.attention import AttentionBackend, ScoreRule, attend, causal_attention
 from megatron_llama.model.nn.cache import KVCache
 from megatron_llama.model.nn.sliding import continued_attention
 
@@ -38,14 +32,13 @@ class Continuation:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | Documents | None,
+        mask: Tensor | None,
         *,
         rule: ScoreRule,
         backend: AttentionBackend,
     ) -> Tensor:
         """Attend also to the tokens that were read before, [s, b, n or n_kv, d] -> [s, b, n * d],
         and remember the keys and values of ``layer``."""
-        assert not isinstance(mask, Documents)
         if rule.window:
             counts = self.last + 1
             key, value = self.cache.slide(layer, key, value, rule.window, counts)

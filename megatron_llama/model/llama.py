@@ -22,16 +22,10 @@ from megatron_llama.engine.backward import pre_backward_hook
 from megatron_llama.engine.comm.device import is_host
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.param_handle import ParamHandle, use_param_handles
-from megatron_llama.model.nn.attention import (
-    PLAIN_SCORES,
-    AttentionBackend,
-    Documents,
-    ScoreRule,
-    attends_by_document,
-    causal_attention,
-)
+from megatron_llama.model.nn.attention import PLAIN_SCORES, AttentionBackend, ScoreRule
 from megatron_llama.model.nn.compiled import chosen_ops
 from megatron_llama.model.nn.context import Comm, context_attention
+from megatron_llama.model.nn.documents import Documents, SplitDocuments, document_attention
 from megatron_llama.model.nn.embedding import VocabParallelEmbedding
 from megatron_llama.model.nn.functional import (
     add_norm,
@@ -68,7 +62,7 @@ from megatron_llama.model.plan.params import (
     partition_of,
 )
 from megatron_llama.model.plan.run_params import rank_units
-from megatron_llama.model.positions import Positions, Rotaries, with_documents
+from megatron_llama.model.positions import Positions, Rotaries
 from megatron_llama.model.windows import window_of
 
 
@@ -236,15 +230,17 @@ class Attention(nn.Module):
             sin = positions.sliding_sin
         before = positions.continuation
         sizes = {"query": self.heads, "key": self.kv_heads}
+        documents = positions.documents
         is_whole = self.cp.size == 1 and before is None
-        has_documents = positions.mask is not None or positions.document_ids is not None
-        if is_host(qkv.device) and is_whole and not has_documents:
+        if is_host(qkv.device) and is_whole and documents is None:
             return rotated_attention(qkv, cos, sin, **sizes, ops=self.ops, rule=rule)
         query, key, value = split_heads(qkv, cos, sin, **sizes, ops=self.ops)
         if before is not None:
             return before.attend(
                 self, query, key, value, positions.mask, rule=rule, backend=self.backend
             )
+        if isinstance(documents, Documents):
+            return document_attention(query, key, value, documents, rule, self.backend)
         if self.cp.size > 1:
             return context_attention(
                 query,
@@ -252,24 +248,11 @@ class Attention(nn.Module):
                 value,
                 cp=self.cp,
                 comm=self.cp_comm_type,
-                document_ids=positions.document_ids,
+                documents=documents,
                 backend=self.backend,
                 rule=rule,
             )
-        only_ids = positions.mask is None and positions.document_ids is not None
-        if rule.is_plain(len(query)) and not only_ids:
-            return causal_attention(
-                query, key, value, positions.mask, backend=self.backend, scale=rule.scale
-            )
-        return sliding_attention(
-            query,
-            key,
-            value,
-            rule=rule,
-            documents=positions.mask if isinstance(positions.mask, Documents) else None,
-            document_ids=positions.document_ids,
-            backend=self.backend,
-        )
+        return sliding_attention(query, key, value, rule=rule, backend=self.backend)
 
 
 class MLP(nn.Module):
@@ -569,17 +552,10 @@ class Stage(nn.Module):
         positions = self.rotaries.positions(length, device, position_ids, lengths)
         if document_ids is None:
             return positions
-        dtype = next(self.parameters()).dtype
-        if not attends_by_document(device, dtype, self.config.head_dim):
-            documents = None  # there is no kernel for them
-        return with_documents(
-            positions,
-            document_ids,
-            documents,
-            length=length,
-            cp=self.mesh.cp,
-            rules=set(self.scores.values()),
-        )
+        counted = documents or Documents.of(document_ids)
+        cp = self.mesh.cp
+        split = counted if cp.size == 1 else SplitDocuments.of(counted, length, cp)
+        return replace(positions, documents=split)
 
 
 def score_rule(model: ModelConfig, layer: int) -> ScoreRule:
@@ -595,6 +571,10 @@ def score_rule(model: ModelConfig, layer: int) -> ScoreRule:
 def build_stages(config: Config, mesh: Mesh, block: type[Block] = Block) -> dict[int, Stage]:
     """Build this process's pipeline stages, by index, without values. Collective with --compile."""
     training = config.training
+    if training.attention_backend == "fa3" and not is_host(mesh.device):
+        from megatron_llama.engine.comm.flash3 import require_flash3  # which few runs need
+
+        require_flash3()
     kernels = None
     if not training.compile:
         # Only fp64 is excluded; kernels take fp32, bf16 and fp16 alike.

@@ -3,7 +3,6 @@ document."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.model.continuation import Continuation
-from megatron_llama.model.nn.attention import LONGEST_MASKED, Documents, ScoreRule
-from megatron_llama.model.nn.context import causal_document_mask, local_sequence
+from megatron_llama.model.nn.context import local_sequence
+from megatron_llama.model.nn.documents import Documents, SplitDocuments
 from megatron_llama.model.nn.rotary import Rotary
 
 
@@ -22,16 +21,14 @@ class Positions:
     """The positions of a microbatch, as attention needs them.
 
     ``cos`` and ``sin`` [s, 1 or b, 1, r / 2] are those of this rank's positions, r the dims of a
-    head that rotate; sliding layers use the ``sliding_`` ones if there are any. Without context
-    parallelism documents are given as ``mask``, either ``Documents`` or bool [b, 1, s, s]. With it,
-    for layers with a window or capped scores, and instead of a mask that would be too large, they
-    are ``document_ids``, int [s, b] of the whole sequence. With a continuation the mask is [b, 1,
-    s, length], and None when nothing was read before; it has no window."""
+    head that rotate; sliding layers use the ``sliding_`` ones if there are any. Documents are
+    ``SplitDocuments`` with context parallelism. With a continuation the mask is bool [b, 1, s,
+    length], and None when nothing was read before; it has no window."""
 
     cos: Tensor
     sin: Tensor
-    mask: Tensor | Documents | None = None
-    document_ids: Tensor | None = None
+    mask: Tensor | None = None
+    documents: Documents | SplitDocuments | None = None
     continuation: Continuation | None = None
     sliding_cos: Tensor | None = None
     sliding_sin: Tensor | None = None
@@ -65,30 +62,3 @@ class Rotaries:
             return positions
         sliding_cos, sliding_sin = self._sliding.table(own_ids)
         return replace(positions, sliding_cos=sliding_cos, sliding_sin=sliding_sin)
-
-
-def with_documents(
-    positions: Positions,
-    document_ids: Tensor,
-    documents: Documents | None,
-    *,
-    length: int,
-    cp: Axis,
-    rules: Collection[ScoreRule],
-) -> Positions:
-    """Add which positions are one document, in the form that the attention of each layer reads.
-
-    ``documents`` are those of ``document_ids`` where there is a kernel for them, which replaces the
-    mask. ``rules`` are how the layers make attention scores."""
-    if cp.size > 1:
-        return replace(positions, document_ids=document_ids)
-    if any(not rule.is_plain(length) for rule in rules):
-        positions = replace(positions, document_ids=document_ids)
-    if documents is not None:
-        return replace(positions, mask=documents)
-    if length > LONGEST_MASKED:
-        # In blocks of queries: a mask of all positions would be larger than all activations.
-        return replace(positions, document_ids=document_ids)
-    if any(rule.is_plain(length) for rule in rules):
-        return replace(positions, mask=causal_document_mask(document_ids))
-    return positions

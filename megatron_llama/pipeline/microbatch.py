@@ -38,8 +38,8 @@ class Microbatch(Protocol):
         """``Documents.starts`` of the document ids; None: not counted."""
 
     @property
-    def longest_document(self) -> int:
-        """``Documents.longest``, if they are counted."""
+    def document_bounds(self) -> tuple[int, ...]:
+        """``Documents.bounds``, if they are counted."""
 
     @property
     def noise_scale(self) -> Tensor | None:

@@ -22,8 +22,8 @@ from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.plan.weight_access import WeightAccess
 from megatron_llama.engine.tensors import at_least_fp32
 from megatron_llama.model.llama import Stage
-from megatron_llama.model.nn.attention import Documents
 from megatron_llama.model.nn.context import local_sequence
+from megatron_llama.model.nn.documents import Documents
 from megatron_llama.model.nn.embedding import uniform_noise
 from megatron_llama.model.nn.loss import TokenWeights, cross_entropy
 from megatron_llama.model.plan.params import partition_of
@@ -323,7 +323,7 @@ class PipelineRuntime:
             inputs = self._arrived(step, Op.FORWARD, key).requires_grad_(step.training)
         documents = None
         if batch.document_starts is not None:
-            documents = Documents(batch.document_starts, batch.longest_document)
+            documents = Documents(batch.document_starts, batch.document_bounds)
         positions = stage.positions(
             batch.tokens.shape[0],
             self.mesh.device,

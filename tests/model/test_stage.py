@@ -151,17 +151,18 @@ def test_backward_goes_down_to_the_first_unit_that_is_trained(freeze: tuple[str,
         assert len(handle.work) == (spec.trainable and spec.decay), spec.name
 
 
-def test_documents_by_blocks_equal_those_by_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output and gradients, of a sample that is taken for a long one."""
+def test_a_document_is_what_it_is_alone() -> None:
+    """Outputs and the sums of gradients, of two samples of documents."""
     stage, ids = whole().requires_grad_(), token_ids(32).view(16, 2)
-    documents = torch.stack((torch.arange(16) // 5, torch.arange(16) // 16), dim=1).int()
-    found = []
-    for longest in (16, 15):
-        monkeypatch.setattr("megatron_llama.model.positions.LONGEST_MASKED", longest)
-        monkeypatch.setattr("megatron_llama.model.nn.sliding.BLOCK", 4)
-        positions = stage.positions(16, CPU, None, documents)
-        assert (positions.mask is None) is (longest == 15)
-        logits = stage(ids, positions)
-        found.append([logits, *torch.autograd.grad(logits.square().sum(), list(stage.parameters()))])
-    for by_blocks, by_mask in zip(*found, strict=True):
-        torch.testing.assert_close(by_blocks, by_mask, rtol=1e-4, atol=1e-5 * by_mask.abs().max().item())
+    spans = [(0, 0, 5), (0, 5, 10), (0, 10, 15), (0, 15, 16), (1, 0, 16)]
+    numbers, places = torch.empty(16, 2, dtype=torch.int32), torch.empty(16, 2, dtype=torch.int64)
+    for number, (sample, start, stop) in enumerate(spans):
+        numbers[start:stop, sample] = number
+        places[start:stop, sample] = torch.arange(stop - start)
+    logits = stage(ids, stage.positions(16, CPU, places, numbers))
+    alone = [stage(ids[start:stop, sample : sample + 1], stage.positions(stop - start, CPU)) for sample, start, stop in spans]
+    expected = torch.cat([torch.cat(alone[:4]), alone[4]], dim=1)
+    weights = list(stage.parameters())
+    grads, others = (torch.autograd.grad(out.square().sum(), weights) for out in (logits, expected))
+    for found, one in zip((logits, *grads), (expected, *others), strict=True):
+        torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-5 * one.abs().max().item())

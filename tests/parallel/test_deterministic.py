@@ -135,7 +135,7 @@ def test_the_backend_reaches_every_layer(monkeypatch: pytest.MonkeyPatch) -> Non
     def noted(name: str) -> Any:
         return lambda query, *rest, **named: seen.append((name, named.get("backend", rest[-1]))) or query.flatten(2)
 
-    for name in ("causal_attention", "context_attention"):
+    for name in ("sliding_attention", "context_attention"):
         monkeypatch.setattr(llama, name, noted(name))
     monkeypatch.setattr(llama, "is_host", lambda device: False)
     size = (stage.model.layers["0"].self_attn.heads + 2 * stage.model.layers["0"].self_attn.kv_heads) * config.model.head_dim
@@ -144,7 +144,7 @@ def test_the_backend_reaches_every_layer(monkeypatch: pytest.MonkeyPatch) -> Non
             block.self_attn.cp = cp
             block.self_attn.attend(torch.zeros(4, 1, size), stage.positions(4, torch.device("cpu")))
     layers = len(stage.model.layers)
-    assert seen == [("causal_attention", "fused")] * layers + [("context_attention", "fused")] * layers
+    assert seen == [("sliding_attention", "fused")] * layers + [("context_attention", "fused")] * layers
 
 
 TWICE = """
@@ -152,7 +152,8 @@ import hashlib, sys, torch
 from megatron_llama.launch.launcher import Place, fix_sums
 fix_sums()
 from megatron_llama.engine.comm import device as devices
-from megatron_llama.model.nn.attention import Documents, causal_attention
+from megatron_llama.model.nn.attention import PLAIN_SCORES, causal_attention
+from megatron_llama.model.nn.documents import Documents, document_attention
 from tests.parallel.cases import Layout, trainer
 
 def digest(*tensors):
@@ -169,13 +170,13 @@ with devices.deterministic(wanted=True):
     print(digest(loss, norm, *run.optimizer.masters))
     generator = torch.Generator(device).manual_seed(1)
     starts = torch.tensor([0, 10, tokens], dtype=torch.int32, device=device)
-    for documents in (None, Documents(starts, tokens - 10)):
+    for documents in (None, Documents(starts, (0, 10, tokens))):
         found = set()
         for repeat in range(5):
             generator.manual_seed(1)
             q, k, v = (torch.randn(tokens, 1, heads, 128, device=device, dtype=torch.bfloat16, generator=generator) for heads in (32, 8, 8))
             leaves = [part.requires_grad_() for part in (q, k, v)]
-            out = causal_attention(*leaves, documents)
+            out = causal_attention(*leaves, None) if documents is None else document_attention(*leaves, documents, PLAIN_SCORES)
             found.add(digest(out, *torch.autograd.grad(out.sum(), leaves)))
         assert len(found) == 1, "attention"
         print(*found)

@@ -44,6 +44,7 @@ from megatron_llama.model.llama import Stage
 from megatron_llama.model.nn import context, loss, ops, recompute, rotary, sliding_context
 from megatron_llama.model.nn.attention import ScoreRule
 from megatron_llama.model.nn.context import local_sequence
+from megatron_llama.model.nn.documents import SplitDocuments
 from megatron_llama.model.nn.embedding import VocabParallelEmbedding, _Lookup
 from megatron_llama.model.nn.linear import RowLinear, _AddBias, plain_linear
 from megatron_llama.model.plan import lora, params, zigzag
@@ -219,7 +220,7 @@ def positions_in_rank_order() -> AbstractContextManager[object]:
 
 def documents_forgotten() -> AbstractContextManager[object]:
     """Under context parallelism attention crosses documents."""
-    return patch.object(context._Sequence, "_ids", lambda *args: None)
+    return patch.object(SplitDocuments, "of", lambda *args: None)
 
 
 def own_block_in_the_second_hop() -> AbstractContextManager[object]:

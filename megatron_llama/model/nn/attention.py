@@ -20,9 +20,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_llama.engine.comm.device import capability, is_host, widens_bf16
 
-AttentionBackend = Literal["auto", "flash", "fused"]
+AttentionBackend = Literal["auto", "flash", "fused", "fa3"]
 """Whose kernels compute attention on a GPU, in Megatron's words: ``fused`` is cuDNN, ``flash`` is
-torch's flash attention, and ``auto`` is the faster one of those that are sound there."""
+torch's flash attention, ``fa3`` what stands in its place (``engine/comm/flash3.py``), and ``auto``
+is the faster one of the first two that are sound there."""
 
 _aten = torch.ops.aten
 _BIAS_ALIGNMENT = 16
@@ -70,48 +71,13 @@ class ScoreRule:
 
 PLAIN_SCORES = ScoreRule()
 """The rule of LLaMA."""
-LONGEST_MASKED = 4096
-"""Tokens of a sequence up to which packed documents may be one mask, of s * s bytes a sample and
-four times as much where a kernel takes numbers. Longer ones go block by block (``sliding.py``)."""
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Packed documents of all sequences of a batch, one sequence after the other. A token attends
-    within its document only."""
-
-    starts: Tensor
-    """int32 [documents + 1]: the place of each document's first token among the tokens of all
-    sequences, and last the number of these tokens."""
-    longest: int
-    """Tokens of the longest document, counted on the host: asking the device would wait for it."""
-
-    @staticmethod
-    def of(document_ids: Tensor) -> Documents:
-        """Count documents of ids [s, b] on the host: a new one begins where the id changes."""
-        ids = document_ids.t()
-        begins = torch.ones(ids.shape, dtype=torch.bool)
-        torch.ne(ids[:, 1:], ids[:, :-1], out=begins[:, 1:])
-        starts = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([ids.numel()])])
-        return Documents(starts.to(torch.int32), int(starts.diff().max()))
-
-
-def attends_by_document(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether there is a kernel for ``Documents``. Elsewhere they are masks, of whole sequences or,
-    beyond ``LONGEST_MASKED`` tokens, of blocks, and masked scores are computed too."""
-    return (
-        not is_host(device)
-        and dtype in (torch.bfloat16, torch.float16)
-        and head_dim % 8 == 0
-        and head_dim <= _LARGEST_FLASH_HEAD
-    )
 
 
 def causal_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | Documents | None,
+    mask: Tensor | None,
     backend: AttentionBackend = "auto",
     scale: float | None = None,
 ) -> Tensor:
@@ -119,10 +85,8 @@ def causal_attention(
 
     ``mask`` is bool [b, 1, s, s], True where a position may attend (causality included); None is
     plain causal attention. ``scale`` is that of ``ScoreRule``; windows and capped scores are in
-    ``sliding.py``.
+    ``sliding.py``, documents in ``documents.py``.
     """
-    if isinstance(mask, Documents):
-        return packed_attention(query, key, value, mask, ScoreRule(scale))
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     if not is_host(query.device) and not suits_flash(query):
         # The memory-efficient kernel takes no grouped heads: torch would compute s * s scores of
@@ -154,7 +118,9 @@ def attention_order(
     # cuDNN's backward adds the parts of a query's gradient with atomics. The other kernels have a
     # backward in a fixed order, which they use when torch is told to be deterministic.
     usable = (cudnn or 0) > _SOUND_CUDNN and not deterministic
-    return (SDPBackend.CUDNN_ATTENTION, *others) if usable and backend != "flash" else others
+    return (
+        (SDPBackend.CUDNN_ATTENTION, *others) if usable and backend in ("auto", "fused") else others
+    )
 
 
 def attention_kernel(
@@ -178,7 +144,7 @@ def attention_warnings(
     backend: AttentionBackend = "auto",
 ) -> list[str]:
     """Return warnings about the kernel that computes this model's attention here."""
-    if is_host(device) or dtype.itemsize != 2 or backend == "flash" or _is_deterministic():
+    if is_host(device) or dtype.itemsize != 2 or backend in ("flash", "fa3") or _is_deterministic():
         return []
     query, key = (
         torch.empty(256, 1, count, head_dim, device=device, dtype=dtype)
@@ -232,46 +198,10 @@ def _preferred_kernels(
     return sdpa_kernel(list(_kernels(backend)), set_priority=True)
 
 
-def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, rule: ScoreRule
-) -> Tensor:
-    """Compute causal attention of packed documents, in the shapes of ``causal_attention``. Scores
-    are not capped; a window needs an accelerator."""
-    length, batch = query.shape[:2]
-    q, k, v = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
-    if is_host(query.device):
-        out = _one_by_one(q, k, v, documents, rule.scale)
-    else:
-        starts = documents.starts
-        longest = documents.longest
-        # Never cuDNN's, even if it is asked for: in torch 2.11 its backward uses head_dim as the
-        # length of the longest document, and writes beyond its memory if that is longer
-        # (pytorch/pytorch#186142). torch's own varlen_attn leaves cuDNN out, in 2.13 too.
-        out, *_ = _aten._flash_attention_forward(
-            *(q, k, v, starts, starts, longest, longest, 0.0, True, False),
-            scale=rule.scale,
-            **window_sizes(rule.window - 1 if rule.limits(longest) else None),
-        )
-    return out.view(batch, length, *out.shape[1:]).transpose(0, 1).flatten(2)
-
-
 def window_sizes(left: int | None) -> dict[str, int]:
     """Return flash attention's window as keywords. ``left`` is how many keys before the last one a
     query sees. None: all."""
     return {} if left is None else {"window_size_left": left, "window_size_right": 0}
-
-
-def _one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None
-) -> Tensor:
-    """Compute, document by document, the result of the accelerator's kernel: [tokens, n, d] ->
-    [tokens, n, d]."""
-    lengths = documents.starts.diff().tolist()
-    parts = zip(
-        *(torch.split(tensor.unsqueeze(1), lengths) for tensor in (query, key, value)), strict=True
-    )
-    outs = (causal_attention(q, k, v, None, scale=scale) for q, k, v in parts)
-    return torch.cat([out.view(-1, *query.shape[1:]) for out in outs])
 
 
 def attend(

@@ -11,7 +11,7 @@ ends with one of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,18 +22,8 @@ from megatron_llama.engine.comm.collectives import Pending
 from megatron_llama.engine.comm.p2p import exchange
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.engine.tensors import at_least_fp32
-from megatron_llama.model.nn import sliding
-from megatron_llama.model.nn.attention import (
-    LONGEST_MASKED,
-    PLAIN_SCORES,
-    AttentionBackend,
-    ScoreRule,
-    attend,
-    attend_backward,
-    causal_attention,
-    merge,
-)
-from megatron_llama.model.nn.sliding import DocumentIds, sliding_attention
+from megatron_llama.model.nn.attention import PLAIN_SCORES, AttentionBackend, ScoreRule, merge
+from megatron_llama.model.nn.documents import EVERY, Part, SplitDocuments, attends_by_document
 from megatron_llama.model.nn.sliding_context import sliding_context_attention
 from megatron_llama.model.plan.zigzag import (
     Piece,
@@ -55,32 +45,27 @@ def context_attention(
     *,
     cp: Axis,
     comm: Comm = "all_gather",
-    document_ids: Tensor | None = None,
+    documents: SplitDocuments | None = None,
     backend: AttentionBackend = "auto",
     rule: ScoreRule = PLAIN_SCORES,
 ) -> Tensor:
     """Compute causal attention of query [s / cp, b, n, d], key and value [s / cp, b, n_kv, d], in
     zig-zag order: [s / cp, b, n * d].
 
-    Rotary embeddings have been applied, with global positions. ``document_ids`` are int [s, b] of
-    the whole sequence in its order; a token attends within its document only. With a window of
-    ``rule`` only the tokens that it reaches are sent, straight between the ranks, whatever ``comm``
-    is. Raises ConfigError if the ranks' chunks are not equal. Collective over ``cp``.
+    Rotary embeddings have been applied, with global positions. A token attends within its document
+    only. With a window of ``rule`` only the tokens that it reaches are sent, straight between the
+    ranks, whatever ``comm`` is. Raises ConfigError if the ranks' chunks are not equal. Collective
+    over ``cp``, which has several ranks.
     """
-    if cp.size == 1 and (_is_long(document_ids) or not rule.is_plain(len(query))):
-        return sliding_attention(
-            query, key, value, rule=rule, document_ids=document_ids, backend=backend
-        )
-    if cp.size == 1:
-        mask = None if document_ids is None else causal_document_mask(document_ids)
-        return causal_attention(query, key, value, mask, backend, rule.scale)
     chunk_length(query.shape[0] * cp.size, cp.size)
     if rule.limits(query.shape[0] * cp.size):
         return sliding_context_attention(
-            *(query, key, value), cp=cp, rule=rule, document_ids=document_ids, backend=backend
+            *(query, key, value), cp=cp, rule=rule, documents=documents, backend=backend
         )
+    # No window is left that hides anything.
+    rule = replace(rule, window=0)
     out: Tensor = _ContextAttention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, cp, comm, document_ids, backend, rule
+        query, key, value, cp, comm, documents, backend, rule
     )
     return out
 
@@ -94,21 +79,6 @@ def local_sequence(whole: Tensor, cp: Axis) -> Tensor:
     return torch.cat(
         [whole.narrow(0, chunk * length, length) for chunk in zigzag_chunks(cp.rank, cp.size)]
     )
-
-
-def causal_document_mask(document_ids: Tensor) -> Tensor:
-    """Return bool [b, 1, s, s] for ids [s, b], True where a token may attend: to its document's
-    tokens up to itself."""
-    return _same_document(document_ids, document_ids).tril_()
-
-
-def _is_long(document_ids: Tensor | None) -> bool:
-    """Whether masks of these documents would be too large."""
-    return document_ids is not None and len(document_ids) > LONGEST_MASKED
-
-
-def _same_document(queries: Tensor, keys: Tensor) -> Tensor:
-    return queries.t()[:, None, :, None] == keys.t()[:, None, None, :]
 
 
 @dataclass(frozen=True)
@@ -128,65 +98,40 @@ class _Sequence:
     cp: Axis
     chunk: int
     """Tokens per chunk."""
-    document_ids: Tensor | None
+    documents: SplitDocuments | None
     backend: AttentionBackend
     """Whose kernels compute the pieces."""
     rule: ScoreRule
 
-    def tokens(self, chunks: tuple[int, int]) -> slice:
+    def parts(self, piece: Piece, block: _Block, query: Tensor) -> Iterator[Part]:
+        """Yield the attention calls of a piece."""
+        row, column = piece.queries[0] * self.chunk, piece.keys[0] * self.chunk
+        if self.documents is None:
+            columns = slice(column, piece.keys[1] * self.chunk)
+            offset = 0 if piece.causal else columns.stop - column
+            yield Part(EVERY, slice(row, piece.queries[1] * self.chunk), columns, offset)
+            return
+        first, last = piece.queries
+        own = zigzag_chunks(self.cp.rank, self.cp.size)[first:last]
+        if piece.causal:
+            at_once = attends_by_document(query, self.rule)
+            yield from self.documents.square(own[0], row, column, at_once=at_once)
+            return
+        held = block.chunks[piece.keys[0] : piece.keys[1]]
+        # Chunks that follow each other are one rectangle.
+        runs = [(held.start, held.stop)] if isinstance(held, range) else [(c, c + 1) for c in held]
+        for place, chunk in enumerate(own):
+            for number, run in enumerate(runs):
+                yield from self.documents.rectangles(
+                    self.tokens((chunk, chunk + 1)),
+                    self.tokens(run),
+                    row + place * self.chunk,
+                    column + number * self.chunk,
+                )
+
+    def tokens(self, chunks: tuple[int, int]) -> tuple[int, int]:
         """Return the tokens of chunks [start, stop)."""
-        return slice(chunks[0] * self.chunk, chunks[1] * self.chunk)
-
-    def attend(
-        self, piece: Piece, block: _Block, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Compute a piece, as ``attention.attend``."""
-        ids = self._ids(piece, block)
-        if _is_long(self.document_ids):
-            return sliding.attend(query, key, value, **self._by_blocks(piece, key, ids))
-        return attend(query, key, value, **self._at_once(piece, ids))
-
-    def attend_backward(
-        self,
-        piece: Piece,
-        block: _Block,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of a piece, as ``attention.attend_backward``."""
-        ids = self._ids(piece, block)
-        parts = (grad, query, key, value, out, lse)
-        if _is_long(self.document_ids):
-            return sliding.attend_backward(*parts, **self._by_blocks(piece, key, ids))
-        return attend_backward(*parts, **self._at_once(piece, ids))
-
-    def _at_once(self, piece: Piece, ids: DocumentIds | None) -> dict[str, Any]:
-        mask = None if ids is None else _same_document(ids.queries, ids.keys)
-        return {"causal": piece.causal, "mask": mask, "backend": self.backend, "rule": self.rule}
-
-    def _by_blocks(self, piece: Piece, key: Tensor, ids: DocumentIds | None) -> dict[str, Any]:
-        # Each query sees all keys that come before it, wherever they stand: no window is shorter
-        # than the sequence here.
-        offset = 0 if piece.causal else key.shape[2]
-        return {"rule": self.rule, "offset": offset, "ids": ids, "backend": self.backend}
-
-    def _ids(self, piece: Piece, block: _Block) -> DocumentIds | None:
-        if self.document_ids is None:
-            return None
-        own = zigzag_chunks(self.cp.rank, self.cp.size)
-        return DocumentIds(
-            self._ids_of(self.document_ids, own, piece.queries),
-            self._ids_of(self.document_ids, block.chunks, piece.keys),
-        )
-
-    def _ids_of(self, whole: Tensor, chunks: Sequence[int], part: tuple[int, int]) -> Tensor:
-        return torch.cat(
-            [whole.narrow(0, chunk * self.chunk, self.chunk) for chunk in chunks[part[0] : part[1]]]
-        )
+        return chunks[0] * self.chunk, chunks[1] * self.chunk
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
@@ -297,11 +242,11 @@ class _ContextAttention(torch.autograd.Function):
         value: Tensor,
         cp: Axis,
         comm: Comm,
-        document_ids: Tensor | None,
+        documents: SplitDocuments | None,
         backend: AttentionBackend,
         rule: ScoreRule,
     ) -> Tensor:
-        sequence = _Sequence(cp, query.shape[0] // 2, document_ids, backend, rule)
+        sequence = _Sequence(cp, query.shape[0] // 2, documents, backend, rule)
         key_value = torch.stack((key, value))
         q = _heads_first(query)
         # Pieces are merged in fp32 and rounded once, behind the last one.
@@ -310,13 +255,10 @@ class _ContextAttention(torch.autograd.Function):
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=fp32)
         for block in _blocks(key_value, cp, comm):
             k, v = (_heads_first(tensor) for tensor in block.key_value)
-            for piece in block.pieces:
-                rows = sequence.tokens(piece.queries)
-                columns = sequence.tokens(piece.keys)
-                piece_out, piece_lse = sequence.attend(
-                    piece, block, q[:, :, rows], k[:, :, columns], v[:, :, columns]
-                )
-                merge(_heads_first(out)[:, :, rows], lse[:, :, rows], piece_out, piece_lse)
+            for part in (part for one in block.pieces for part in sequence.parts(one, block, q)):
+                piece_out, piece_lse = part.attend(q, k, v, rule, backend)
+                where = (part.samples, slice(None), part.rows)
+                merge(_heads_first(out)[where], lse[where], piece_out, piece_lse)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key_value, out, lse)
         ctx.sequence = sequence
@@ -367,14 +309,12 @@ class _GradientSums:
         """Compute the gradients of pieces, and add them to those of the queries and of the
         block."""
         k, v = (_heads_first(tensor) for tensor in block.key_value)
-        for piece in pieces:
-            rows = self.sequence.tokens(piece.queries)
-            columns = self.sequence.tokens(piece.keys)
-            grad, q, out = (tensor[:, :, rows] for tensor in (self.grad, self.query, self.out))
-            dq, dk, dv = self.sequence.attend_backward(
-                *(piece, block, grad, q, k[:, :, columns], v[:, :, columns]),
-                *(out, self.lse[:, :, rows]),
+        sequence = self.sequence
+        queries = (self.grad, self.query, self.out)
+        for part in (part for one in pieces for part in sequence.parts(one, block, self.query)):
+            dq, dk, dv = part.attend_backward(
+                queries, self.lse, k, v, sequence.rule, sequence.backend
             )
-            _heads_first(self.query_grad)[:, :, rows].add_(dq)
-            for total, piece_grad in zip(block_grad, (dk, dv), strict=True):
-                _heads_first(total)[:, :, columns].add_(piece_grad)
+            _heads_first(self.query_grad)[part.samples, :, part.rows].add_(dq)
+            for total, part_grad in zip(block_grad, (dk, dv), strict=True):
+                _heads_first(total)[part.samples, :, part.columns].add_(part_grad)

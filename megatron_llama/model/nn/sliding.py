@@ -1,5 +1,4 @@
-"""Causal attention with a sliding window or with capped scores, and of long sequences of packed
-documents that no kernel takes.
+"""Causal attention with a sliding window or with capped scores.
 
 An accelerator's flash attention knows windows. All other cases go block by block: some queries
 against the keys that their windows reach, so the cost follows the window, and a mask is never
@@ -18,15 +17,7 @@ from torch import Tensor
 from megatron_llama.engine.comm.device import is_host
 from megatron_llama.engine.tensors import at_least_fp32
 from megatron_llama.model.nn import attention
-from megatron_llama.model.nn.attention import (
-    AttentionBackend,
-    Documents,
-    ScoreRule,
-    attends_by_document,
-    packed_attention,
-    suits_flash,
-    window_sizes,
-)
+from megatron_llama.model.nn.attention import AttentionBackend, ScoreRule, suits_flash, window_sizes
 
 BLOCK = 256
 """Queries of a block. With a window of w positions they see w + BLOCK - 1 keys, of which each sees
@@ -35,44 +26,24 @@ w."""
 _aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class DocumentIds:
-    """The documents of queries and keys, from which the mask of any block is made."""
-
-    queries: Tensor
-    """int [s_q, b]."""
-    keys: Tensor
-    """int [s_k, b]."""
-
-    def mask(self, rows: slice, columns: slice) -> Tensor:
-        """Return bool [b, 1, rows, columns], True where both belong to one document."""
-        return self.queries[rows].t()[:, None, :, None] == self.keys[columns].t()[:, None, None, :]
-
-
 def sliding_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
     rule: ScoreRule,
-    documents: Documents | None = None,
-    document_ids: Tensor | None = None,
     backend: AttentionBackend = "auto",
 ) -> Tensor:
-    """Compute causal attention of query [s, b, n, d], key and value [s, b, n_kv, d]: [s, b, n * d].
-
-    A token attends within its document only: ``document_ids`` are int [s, b], and ``documents`` the
-    same for the kernel that takes them."""
+    """Compute causal attention of query [s, b, n, d], key and value [s, b, n_kv, d]: [s, b, n *
+    d]."""
     length = query.shape[0]
-    only_ids = document_ids is not None and documents is None
-    if is_host(query.device) or not suits_flash(query) or rule.softcap or only_ids:
-        ids = None if document_ids is None else DocumentIds(document_ids, document_ids)
+    if rule.is_plain(length):
+        return attention.causal_attention(query, key, value, None, backend, rule.scale)
+    if is_host(query.device) or not suits_flash(query) or rule.softcap:
         out: Tensor = _SlidingAttention.apply(  # type: ignore[no-untyped-call]
-            query, key, value, rule, ids, backend
+            query, key, value, rule, backend
         )
         return out.flatten(2)
-    if documents is not None:
-        return packed_attention(query, key, value, documents, rule)
     q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
     left = rule.window - 1 if rule.limits(length) else None
     out, *_ = _aten._flash_attention_forward(
@@ -92,13 +63,11 @@ def continued_attention(
     ``starts``, int64 [b], are the positions of the first new tokens; ``shortest`` is the lowest of
     them. In shorter sequences the first of the r slots before the new tokens are empty."""
     kept = key.shape[0] - query.shape[0]
-    ids = None
+    is_token = None
     if shortest < kept:
-        slots = torch.arange(key.shape[0], device=query.device).unsqueeze(-1)
-        is_token = (slots >= kept - starts).int()
-        ids = DocumentIds(torch.ones_like(is_token[kept:]), is_token)
+        is_token = torch.arange(key.shape[0], device=query.device) >= (kept - starts).unsqueeze(-1)
     heads = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-    out, _ = attend(*heads, rule=rule, offset=kept, ids=ids)
+    out, _ = attend(*heads, rule=rule, offset=kept, is_token=is_token)
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -112,10 +81,9 @@ class _SlidingAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         rule: ScoreRule,
-        ids: DocumentIds | None,
         backend: AttentionBackend,
     ) -> Tensor:
-        ctx.arguments = {"rule": rule, "ids": ids, "backend": backend}
+        ctx.arguments = {"rule": rule, "backend": backend}
         heads = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
         out, lse = attend(*heads, **ctx.arguments)
         ctx.save_for_backward(*heads, out, lse)
@@ -124,7 +92,7 @@ class _SlidingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads = attend_backward(grad.permute(1, 2, 0, 3), *ctx.saved_tensors, **ctx.arguments)
-        return *(tensor.permute(2, 0, 1, 3) for tensor in grads), None, None, None
+        return *(tensor.permute(2, 0, 1, 3) for tensor in grads), None, None
 
 
 def attend(
@@ -134,15 +102,15 @@ def attend(
     *,
     rule: ScoreRule,
     offset: int = 0,
-    ids: DocumentIds | None = None,
+    is_token: Tensor | None = None,
     backend: AttentionBackend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Compute one piece as ``attention.attend`` does, with causality and the window of ``rule``.
 
     ``offset`` is the position of the first query minus that of the first key. Either the last query
-    has the position of the last key, or all keys come before all queries. Every query sees a key,
-    other documents aside."""
-    if _runs_flash(query, key, offset, rule, ids):
+    has the position of the last key, or all keys come before all queries. Every query sees a key.
+    ``is_token``, bool [b, s_k], is False for keys that no query sees."""
+    if is_token is None and _runs_flash(query, key, offset, rule):
         out, lse, *_ = _aten._flash_attention_forward(
             *(tensor.transpose(1, 2) for tensor in (query, key, value)),
             *_flash_arguments(query, key, offset),
@@ -153,7 +121,7 @@ def attend(
         return out.transpose(1, 2), lse
     out = torch.empty_like(query)
     lse = query.new_empty(query.shape[:3], dtype=at_least_fp32(query.dtype))
-    for block in _blocks(query, key, offset, rule, ids):
+    for block in _blocks(query, key, offset, rule, is_token):
         rows = block.rows
         columns = block.columns
         out[:, :, rows], lse[:, :, rows] = attention.attend(
@@ -177,12 +145,11 @@ def attend_backward(
     *,
     rule: ScoreRule,
     offset: int = 0,
-    ids: DocumentIds | None = None,
     backend: AttentionBackend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of one piece's query, key and value, in their shapes and dtypes, from
     the merged ``out`` and ``lse``."""
-    if _runs_flash(query, key, offset, rule, ids):
+    if _runs_flash(query, key, offset, rule):
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
         *lengths, dropout, causal = _flash_arguments(query, key, offset)
         grads = _aten._flash_attention_backward(
@@ -197,7 +164,7 @@ def attend_backward(
     # Summed over blocks of queries, so at least in fp32.
     wide = at_least_fp32(query.dtype)
     key_grad, value_grad = (torch.zeros_like(tensor, dtype=wide) for tensor in (key, value))
-    for block in _blocks(query, key, offset, rule, ids):
+    for block in _blocks(query, key, offset, rule):
         rows = block.rows
         columns = block.columns
         block_grad, block_query, block_out = (tensor[:, :, rows] for tensor in (grad, query, out))
@@ -225,12 +192,13 @@ def sliding_warnings(
     if is_host(device):
         return []
     warnings = []
+    heads = torch.empty(0, head_dim, dtype=dtype, device="meta")
     if any(rule.softcap for rule in rules):
         warnings.append(
             "attention with --attn-logit-softcapping has no kernel: it runs as products of "
             "matrices, several times slower"
         )
-    elif any(rule.window for rule in rules) and not attends_by_document(device, dtype, head_dim):
+    elif any(rule.window for rule in rules) and not suits_flash(heads):
         warnings.append(
             f"flash attention takes no window with {dtype} and --head-dim {head_dim}: layers with "
             "--sliding-window run block by block, slower"
@@ -238,11 +206,9 @@ def sliding_warnings(
     return warnings
 
 
-def _runs_flash(
-    query: Tensor, key: Tensor, offset: int, rule: ScoreRule, ids: DocumentIds | None
-) -> bool:
+def _runs_flash(query: Tensor, key: Tensor, offset: int, rule: ScoreRule) -> bool:
     """Whether one piece goes to flash attention as a whole, the same forward and backward."""
-    if is_host(query.device) or not suits_flash(query) or rule.softcap or ids is not None:
+    if is_host(query.device) or not suits_flash(query) or rule.softcap:
         return False
     queries = query.shape[2]
     keys = key.shape[2]
@@ -282,7 +248,7 @@ class _Block:
 
 
 def _blocks(
-    query: Tensor, key: Tensor, offset: int, rule: ScoreRule, ids: DocumentIds | None
+    query: Tensor, key: Tensor, offset: int, rule: ScoreRule, is_token: Tensor | None = None
 ) -> Iterator[_Block]:
     queries = query.shape[2]
     keys = key.shape[2]
@@ -293,7 +259,9 @@ def _blocks(
         last = min(keys, offset + stop)
         rows = slice(start, stop)
         columns = slice(first, last)
-        seen = None if ids is None else ids.mask(rows, columns)
+        seen = None
+        if is_token is not None:
+            seen = is_token[:, None, None, columns].expand(-1, -1, stop - start, -1)
         hides_future = offset + start < last - 1
         hides_past = rule.window > 0 and offset + stop - 1 - rule.window >= first
         if hides_future or hides_past:

@@ -21,7 +21,7 @@ from megatron_llama.engine.comm.p2p import exchange_with
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.engine.tensors import at_least_fp32
 from megatron_llama.model.nn.attention import AttentionBackend, ScoreRule, merge
-from megatron_llama.model.nn.sliding import DocumentIds, attend, attend_backward
+from megatron_llama.model.nn.documents import EVERY, Part, SplitDocuments, attends_by_document
 from megatron_llama.model.plan.zigzag import Tail, reached, tails, zigzag_chunks
 
 
@@ -32,12 +32,12 @@ def sliding_context_attention(
     *,
     cp: Axis,
     rule: ScoreRule,
-    document_ids: Tensor | None = None,
+    documents: SplitDocuments | None = None,
     backend: AttentionBackend = "auto",
 ) -> Tensor:
     """Compute ``context.context_attention`` with a window shorter than the sequence: [s / cp, b, n
     * d]. Collective over ``cp``."""
-    sequence = _Sequence(cp, query.shape[0] // 2, rule, document_ids, backend)
+    sequence = _Sequence(cp, query.shape[0] // 2, rule, documents, backend)
     out: Tensor = _SlidingContext.apply(  # type: ignore[no-untyped-call]
         query, key, value, sequence
     )
@@ -52,8 +52,7 @@ class _Sequence:
     chunk: int
     """Tokens per chunk."""
     rule: ScoreRule
-    document_ids: Tensor | None
-    """int [s, b] of the whole sequence."""
+    documents: SplitDocuments | None
     backend: AttentionBackend
 
     @property
@@ -72,45 +71,28 @@ class _Sequence:
         stop = (self.own.index(tail.chunk) + 1) * self.chunk
         return slice(stop - tail.tokens, stop)
 
-    def arguments(self, piece: _Piece) -> dict[str, Any]:
-        """Return the arguments of ``attend`` for a piece."""
-        ids = None
-        if self.document_ids is not None:
-            first = piece.query_chunk * self.chunk
-            last = (piece.key_chunk + 1) * self.chunk
-            ids = DocumentIds(
-                self.document_ids[first : first + piece.tokens],
-                self.document_ids[last - piece.tokens : last],
-            )
-        between = (piece.query_chunk - piece.key_chunk - 1) * self.chunk
-        offset = 0 if piece.query_chunk == piece.key_chunk else between + piece.tokens
-        return {"rule": self.rule, "offset": offset, "ids": ids, "backend": self.backend}
-
-    def pieces(self, key_chunk: int) -> Iterator[_Piece]:
-        """Yield this rank's pieces with the keys of a chunk of its own or of others."""
+    def parts(self, key_chunk: int, held: int, query: Tensor) -> Iterator[Part]:
+        """Yield this rank's attention calls with the last ``held`` keys of a chunk of its own or of
+        others: the first tokens of one of its chunks see as many last tokens of a chunk before
+        it."""
+        end = (key_chunk + 1) * self.chunk
         for place, chunk in enumerate(self.own):
+            row, begin = place * self.chunk, chunk * self.chunk
             tokens = reached(key_chunk, chunk, self.chunk, self.rule.window)
-            if chunk == key_chunk:
-                tokens = self.chunk
-            if tokens:
-                yield _Piece(chunk, key_chunk, place * self.chunk, tokens)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """The first tokens of one of the rank's chunks as queries, and as many last tokens of a chunk
-    as keys. If both are one chunk, these are all of its tokens."""
-
-    query_chunk: int
-    key_chunk: int
-    first_row: int
-    """Where the queries begin among the rank's tokens."""
-    tokens: int
-
-    @property
-    def rows(self) -> slice:
-        """The queries among the rank's tokens."""
-        return slice(self.first_row, self.first_row + self.tokens)
+            if chunk == key_chunk and self.documents is not None:
+                at_once = attends_by_document(query, self.rule)
+                yield from self.documents.square(chunk, row, 0, at_once=at_once)
+            elif chunk == key_chunk:
+                yield Part(EVERY, slice(row, row + held), slice(0, held), 0)
+            elif tokens and self.documents is not None:
+                queries, keys = (begin, begin + tokens), (end - tokens, end)
+                yield from self.documents.rectangles(
+                    queries, keys, row, held - tokens, self.rule.window
+                )
+            elif tokens:
+                offset = begin - end + tokens
+                rows = slice(row, row + tokens)
+                yield Part(EVERY, rows, slice(held - tokens, held), offset)
 
 
 class _Tails:
@@ -182,11 +164,11 @@ class _SlidingContext(torch.autograd.Function):
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
 
         def attend_to(chunk: int, keys_and_values: Tensor) -> None:
-            for piece in sequence.pieces(chunk):
-                k, v = (_heads_first(tensor[-piece.tokens :]) for tensor in keys_and_values)
-                rows = piece.rows
-                piece_out, piece_lse = attend(q[:, :, rows], k, v, **sequence.arguments(piece))
-                merge(_heads_first(out)[:, :, rows], lse[:, :, rows], piece_out, piece_lse)
+            k, v = (_heads_first(tensor) for tensor in keys_and_values)
+            for part in sequence.parts(chunk, k.shape[2], q):
+                part_out, part_lse = part.attend(q, k, v, sequence.rule, sequence.backend)
+                where = (part.samples, slice(None), part.rows)
+                merge(_heads_first(out)[where], lse[where], part_out, part_lse)
 
         others = _Tails(sequence, key_value)
         for chunk, own in zip(sequence.own, key_value.chunk(2, dim=1), strict=True):
@@ -205,18 +187,15 @@ class _SlidingContext(torch.autograd.Function):
         sequence: _Sequence = ctx.sequence
         query_grad = torch.zeros_like(query, dtype=lse.dtype)
         own_grad = torch.zeros_like(key_value, dtype=lse.dtype)
-        heads = [_heads_first(tensor) for tensor in (grad.contiguous(), query, out)]
+        heads = _heads_first(grad.contiguous()), _heads_first(query), _heads_first(out)
 
         def add_grads_of(chunk: int, keys_and_values: Tensor, total: Tensor) -> None:
-            for piece in sequence.pieces(chunk):
-                rows = piece.rows
-                g, q, o = (tensor[:, :, rows] for tensor in heads)
-                k, v = (_heads_first(tensor[-piece.tokens :]) for tensor in keys_and_values)
-                row_lse = lse[:, :, rows]
-                dq, dk, dv = attend_backward(g, q, k, v, o, row_lse, **sequence.arguments(piece))
-                _heads_first(query_grad)[:, :, rows].add_(dq)
-                for sums, piece_grad in zip(total, (dk, dv), strict=True):
-                    _heads_first(sums[-piece.tokens :]).add_(piece_grad)
+            k, v = (_heads_first(tensor) for tensor in keys_and_values)
+            for part in sequence.parts(chunk, k.shape[2], query):
+                dq, dk, dv = part.attend_backward(heads, lse, k, v, sequence.rule, sequence.backend)
+                _heads_first(query_grad)[part.samples, :, part.rows].add_(dq)
+                for sums, part_grad in zip(total, (dk, dv), strict=True):
+                    _heads_first(sums)[part.samples, :, part.columns].add_(part_grad)
 
         others = _Tails(sequence, key_value)
         (first, second), values = sequence.own, key_value.chunk(2, dim=1)

@@ -43,6 +43,7 @@ from megatron_llama.train.setup.deciders import (
 )
 from megatron_llama.train.setup.draft import Decider, Draft
 from megatron_llama.train.setup.driver import decide
+from megatron_llama.train.setup.flash3 import chosen_flash
 from megatron_llama.train.setup.inputs import Ready
 from megatron_llama.train.setup.layout import AutoParallelConfig
 from megatron_llama.train.setup.processes import launched_processes, unmet_processes
@@ -224,7 +225,8 @@ def set_up(
         if mesh.rank == 0:
             warnings = (*draft.warnings[len(known.warnings) :], *_slow_choices(config, mesh, place))
             _print_lines(draft.notes[len(known.notes) :], warnings)
-        yield draft, mesh
+        with chosen_flash(config.training, device, world):
+            yield draft, mesh
 
 
 def saved_in(save: str | None) -> tuple[str, ...]:

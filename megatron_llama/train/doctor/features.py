@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from types import MappingProxyType
 
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.flash3 import flash3_problem
 from megatron_llama.metrics.versions import package_version, versions
 from megatron_llama.train.commands.env import apex_found
 from megatron_llama.train.doctor.findings import Finding
@@ -51,6 +53,8 @@ def features() -> Iterator[Finding]:
         states = [_state(requirement) for requirement in _requirements(extra)]
         yield Finding(extra, f"{', '.join(states) or 'unknown here'} ({purpose})")
     yield Finding("apex", apex_found())
+    problem = flash3_problem(devices.accelerator(0))
+    yield Finding("fa3", f"{problem or 'can run'} (--attention-backend fa3)")
 
 
 def _requirements(extra: str) -> list[str]:

@@ -34,6 +34,7 @@ from megatron_llama.train.setup.carried_files import carried_files
 from megatron_llama.train.setup.checks.model import require_language_model
 from megatron_llama.train.setup.checks.ranges import value_problems
 from megatron_llama.train.setup.draft import By, Decider, Draft, Need, decides, refuses
+from megatron_llama.train.setup.flash3 import refuse_without_flash3
 from megatron_llama.train.setup.inputs import (
     TRAINING,
     VALIDATION,
@@ -347,6 +348,7 @@ DERIVED = (
     decide_padding,
     decide_layout,
     derive,
+    refuse_without_flash3,
     decide_source,
     refuse_other_source,
     use_own_machine,

@@ -44,9 +44,9 @@ from megatron_llama.train.setup.checks.parallel import parallel_problems
 from megatron_llama.train.setup.checks.param_groups import param_group_problems
 from megatron_llama.train.setup.checks.ranges import bound_problems, range_problems
 from megatron_llama.train.setup.checks.run import (
+    attention_problems,
     bad_step_problems,
     data_order_problems,
-    determinism_problems,
     run_problems,
     split_shares,
 )
@@ -253,7 +253,7 @@ def problems(config: Config, world_size: int) -> list[str]:
         *param_group_problems(config),
         *lora_problems(config),
         *bad_step_problems(config),
-        *determinism_problems(config.training),
+        *attention_problems(config),
         *zenflow_problems(config),
         *run_problems(config),
         *data_order_problems(config),

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron_llama.model.nn import attention
+from megatron_llama.model.nn import attention, documents
 from megatron_llama.model.nn.attention import (
-    Documents,
+    PLAIN_SCORES,
+    ScoreRule,
     _preferred_kernels,
     attend,
     attend_backward,
-    attends_by_document,
     attention_kernel,
     attention_order,
     attention_problem,
@@ -23,11 +23,12 @@ from megatron_llama.model.nn.attention import (
     merge,
     piece_kernel,
 )
-from megatron_llama.model.nn.context import causal_document_mask
+from megatron_llama.model.nn.documents import Documents, attends_by_document, document_attention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.model.nn.dispatch import Dispatched
+from tests.model.nn.flash import document_mask
 from tests.over_cases import over_cases
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -255,7 +256,7 @@ def test_no_scores_of_grouped_heads_where_a_kernel_takes_none(dtype: torch.dtype
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", note)
     leaves, ids = packed(dtype)
-    mask = causal_document_mask(ids) if masked else None
+    mask = document_mask(ids) if masked else None
     expected = causal_attention(*leaves, mask)
     monkeypatch.setattr(attention, "is_host", lambda device: False)
     found = causal_attention(*leaves, mask)
@@ -275,14 +276,14 @@ def test_cudnn_never_computes_packed_documents(monkeypatch: pytest.MonkeyPatch) 
         return run
 
     names = ("_cudnn_attention_forward", "_flash_attention_forward")
-    monkeypatch.setattr(attention, "_aten", SimpleNamespace(**{name: operator(name) for name in names}))
-    starts = torch.tensor([0, 40, 128 * B], dtype=torch.int32, device="meta")
-    documents = Documents(starts, 152)
+    monkeypatch.setattr(documents, "_aten", SimpleNamespace(**{name: operator(name) for name in names}))
+    starts = torch.tensor([0, 40, 128, 256, 128 * B], dtype=torch.int32, device="meta")
+    packed = Documents(starts, (0, 40, 128, 256, 128 * B))
     query, key, value = (leaf.permute(2, 0, 1, 3) for leaf in pieces_on("meta"))
-    flash = ("_flash_attention_forward", starts, starts, 152, 152, 0.0, True, False, None)
+    flash = ("_flash_attention_forward", starts, starts, 128, 128, 0.0, True, False, None)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     for backend in ("auto", "flash", "fused"):
-        assert causal_attention(query, key, value, documents, backend).shape == (128, B, N * 16)  # type: ignore[arg-type]
+        assert document_attention(query, key, value, packed, PLAIN_SCORES, backend).shape == (128, B, N * 16)  # type: ignore[arg-type]
         [call] = called
         called.clear()
         assert all(one is other or one == other for one, other in zip(call, flash, strict=True))
@@ -299,13 +300,12 @@ def packed(dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
 def test_documents_are_the_mask(dtype: torch.dtype) -> None:
     """Output and gradients."""
     leaves, ids = packed(dtype)
-    documents = Documents.of(ids)
-    assert documents.starts.dtype is torch.int32
-    assert documents.starts.tolist() == [0, 11, 12, 16, 17, 22, 24, 30, 33] and documents.longest == 11
+    counted = Documents.of(ids)
+    assert counted.starts.dtype is torch.int32 and counted.longest == 11
+    assert counted.starts.tolist() == list(counted.bounds) == [0, 11, 12, 16, 17, 22, 24, 30, 33]
     upstream = torch.randn(11, B, N * D, generator=torch.Generator().manual_seed(5)).to(dtype)
     results = []
-    for mask in (documents, causal_document_mask(ids)):
-        out = causal_attention(*leaves, mask)
+    for out in (document_attention(*leaves, counted, PLAIN_SCORES), causal_attention(*leaves, document_mask(ids))):
         results.append((out, *torch.autograd.grad(out, leaves, upstream)))
     for found, expected in zip(*results, strict=True):
         assert deviation(found, expected.double()) < TOLERANCE[dtype]
@@ -316,9 +316,9 @@ def test_the_accelerator_is_sent_documents_as_they_lie(batch: int) -> None:
     """Shapes, dtypes and strides through torch's own functions of the operator, forward and backward, on the device that computes
     nothing. Parts of one projection of one sequence are not copied."""
     projected = torch.empty(64, batch, 8, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    documents = Documents(torch.empty(5, dtype=torch.int32, device="meta"), 20)
+    counted = Documents(torch.empty(5, dtype=torch.int32, device="meta"), (0, 20, 40, 60, 64 * batch))
     with Dispatched() as seen:
-        out = causal_attention(*projected.split([4, 2, 2], dim=2), documents)
+        out = document_attention(*projected.split([4, 2, 2], dim=2), counted, PLAIN_SCORES)
     assert out.shape == (64, batch, 64) and out.dtype is torch.bfloat16
     [(_, (query, key, value, *_), _)] = seen.named("_flash_attention_forward")
     assert query.shape == (64 * batch, 4, 16) and key.shape == value.shape == (64 * batch, 2, 16)
@@ -330,9 +330,11 @@ def test_the_accelerator_is_sent_documents_as_they_lie(batch: int) -> None:
 
 def test_documents_need_a_kernel_that_takes_them() -> None:
     there, narrow = torch.device("meta"), torch.bfloat16
-    assert attends_by_document(there, narrow, 128) and attends_by_document(there, torch.float16, 256)
+    taken = [(there, narrow, 128), (there, torch.float16, 256)]
     refused = [(torch.device("cpu"), narrow, 128), (there, torch.float32, 128), (there, narrow, 12), (there, narrow, 512)]
-    assert not any(attends_by_document(*given) for given in refused)
+    queries = [torch.empty(0, head_dim, dtype=dtype, device=device) for device, dtype, head_dim in taken + refused]
+    assert [attends_by_document(query, PLAIN_SCORES) for query in queries] == [True] * len(taken) + [False] * len(refused)
+    assert not attends_by_document(queries[0], ScoreRule(softcap=1.0))
 
 
 def test_cudnn_comes_first_where_it_is_sound() -> None:
@@ -429,9 +431,9 @@ def test_documents_on_a_device() -> None:
     """Output and gradients of packed documents, against the mask on the host."""
     leaves, ids = packed(torch.bfloat16)
     there = [leaf.detach().cuda().requires_grad_() for leaf in leaves]
-    documents = Documents.of(ids)
-    found = causal_attention(*there, Documents(documents.starts.cuda(), documents.longest))
-    expected = causal_attention(*leaves, causal_document_mask(ids))
+    counted = Documents.of(ids)
+    found = document_attention(*there, Documents(counted.starts.cuda(), counted.bounds), PLAIN_SCORES)
+    expected = causal_attention(*leaves, document_mask(ids))
     grads = torch.autograd.grad(found, there, torch.ones_like(found))
     exact = torch.autograd.grad(expected, leaves, torch.ones_like(expected))
     for one, other in zip((found, *grads), (expected, *exact), strict=True):

@@ -14,9 +14,9 @@ from megatron_llama.engine.comm.recorder import Recorder, Traffic
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.errors import ConfigError
 from megatron_llama.launch.launcher import Place
-from megatron_llama.model.nn import attention, sliding
 from megatron_llama.model.nn.attention import ScoreRule
-from megatron_llama.model.nn.context import causal_document_mask, context_attention, local_sequence
+from megatron_llama.model.nn.context import context_attention, local_sequence
+from megatron_llama.model.nn.documents import Documents, SplitDocuments
 from megatron_llama.model.plan.zigzag import Piece, chunk_owner, gathered_pieces, own_pieces, ring_pieces, window_messages, zigzag_chunks
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -24,8 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.harness import Cluster
 from tests.model.nn.cudnn import on_hopper
 from tests.model.nn.dispatch import Dispatched, scores
+from tests.model.nn.flash import document_mask, on_flash
 from tests.model.nn.spmd import numbers
-from tests.model.nn.test_sliding import Flash, LargestMask
 from tests.nccl_transport import installed
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -47,15 +47,21 @@ def inputs(length: int, kv_heads: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def documents(length: int) -> Tensor:
-    """Ids [s, b]: one document; documents so short that most pairs of chunks share none; documents of odd lengths with returning ids."""
+    """Ids [s, b]: one document; documents of one token, of several that end with a chunk, and a long one behind; documents of odd lengths, the
+    first of which ends inside a chunk and the others go over chunks and their borders."""
     places = torch.arange(length)
-    return torch.stack([torch.zeros_like(places), places // 2, (places + 5) // 11 % 2], dim=1)
+    short = torch.where(places < CHUNK, places, torch.where(places < 2 * CHUNK, CHUNK, CHUNK + 1))
+    return torch.stack([torch.zeros_like(places), short, (places + 5) // 11], dim=1)
+
+
+def split(ids: Tensor | None, cp: Axis) -> SplitDocuments | None:
+    return None if ids is None else SplitDocuments.of(Documents.of(ids), len(ids), cp)
 
 
 def expected(leaves: list[Tensor], document_ids: Tensor | None) -> list[Tensor]:
     """Output and gradients of torch's unfused attention in fp64, in the whole sequence's order."""
     query, key, value = (leaf.double().requires_grad_() for leaf in leaves[:3])
-    mask = None if document_ids is None else causal_document_mask(document_ids)
+    mask = None if document_ids is None else document_mask(document_ids)
     with sdpa_kernel(SDPBackend.MATH):
         heads = (leaf.permute(1, 2, 0, 3) for leaf in (query, key, value))
         out = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
@@ -66,7 +72,7 @@ def expected(leaves: list[Tensor], document_ids: Tensor | None) -> list[Tensor]:
 def check_part(cp: Axis, comm: Any, leaves: list[Tensor], ids: Tensor | None, rule: ScoreRule, whole: list[Tensor], least: float) -> None:
     """This rank's part of output and gradients is that of the whole, relative to the largest element, or to ``least``."""
     *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in leaves)
-    out = context_attention(*local, cp=cp, comm=comm, document_ids=ids, rule=rule)
+    out = context_attention(*local, cp=cp, comm=comm, documents=split(ids, cp), rule=rule)
     found = [out.detach(), *torch.autograd.grad(out, local, upstream)]
     for name, ours, exact in zip(("out", "query", "key", "value"), found, whole, strict=True):
         theirs = local_sequence(exact, cp)
@@ -97,7 +103,7 @@ def in_windows(leaves: list[Tensor], rule: ScoreRule, document_ids: Tensor | Non
     if rule.window:
         seen = seen & (places > places.unsqueeze(-1) - rule.window)
     if document_ids is not None:
-        seen = seen & causal_document_mask(document_ids)
+        seen = seen & document_mask(document_ids)
     out = (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2)
     return [out.detach(), *torch.autograd.grad(out, (query, key, value), leaves[3].double())]
 
@@ -149,7 +155,7 @@ def scores_of(place: Place, comm: Any, with_documents: bool, window: int = 0) ->
     ids = documents(length) if with_documents else None
     *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in inputs(length, 2, torch.float32))
     with Dispatched() as dispatched:
-        context_attention(*local, cp=cp, comm=comm, document_ids=ids, rule=ScoreRule(window=window)).backward(upstream)
+        context_attention(*local, cp=cp, comm=comm, documents=split(ids, cp), rule=ScoreRule(window=window)).backward(upstream)
     return scores(dispatched)
 
 
@@ -175,45 +181,10 @@ def test_ranks_compute_what_one_process_computes(cluster: Cluster, size: int, co
     cluster.run(size, check_against_one_process, comm, dtype, with_documents)
 
 
-def check_long_documents(place: Place, comm: Any, dtype: torch.dtype) -> int:
-    """Every sequence is taken for one whose masks would be too large, and cut into blocks shorter than a chunk. Return the largest mask."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_llama.model.nn.context.LONGEST_MASKED", 2)
-        patch.setattr(sliding, "BLOCK", 4)
-        check_against_one_process(place, comm, dtype, True)
-        check_windows(place, comm, dtype, True)
-        cp = context_axis(place)
-        length = 2 * cp.size * CHUNK
-        *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in inputs(length, 2, dtype))
-        with LargestMask() as mask:
-            context_attention(*local, cp=cp, comm=comm, document_ids=documents(length)).backward(upstream)
-    return mask.elements
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("size", "comm", "dtype"), [(2, "ring", torch.float64), (4, "all_gather", torch.bfloat16), (4, "ring", torch.float32)], ids=str
-)
-def test_long_documents_go_by_blocks(cluster: Cluster, size: int, comm: str, dtype: torch.dtype) -> None:
-    length = 2 * size * CHUNK
-    for mask in [*cluster.run(size, check_long_documents, comm, dtype), check_long_documents(Place(0, 1, 0), comm, dtype)]:
-        assert 0 < mask <= B * 4 * length
-
-
 @SIZES
 @COMMS
 def test_pieces_of_cudnn_merge_to_the_whole(cluster: Cluster, size: int, comm: str) -> None:
     cluster.run(size, check_cudnn, comm)
-
-
-def test_one_rank_is_plain_attention_and_sends_nothing() -> None:
-    for dtype in TOLERANCE:
-        for with_documents in (False, True):
-            check_against_one_process(Place(0, 1, 0), "ring", dtype, with_documents)
-    axis = context_axis(Place(0, 1, 0))
-    leaves = inputs(7, 2, torch.float32)[:3]  # an odd length: only several ranks need equal chunks
-    assert context_attention(*leaves, cp=axis).shape == (7, B, N * D)
-    assert axis.recorder.traffic == {}
 
 
 @pytest.mark.long
@@ -224,17 +195,23 @@ def test_windows_over_ranks(cluster: Cluster, size: int, dtype: torch.dtype, wit
     cluster.run(size, check_windows, "ring" if size == 2 else "all_gather", dtype, with_documents)
 
 
-def check_windows_by_flash(place: Place) -> None:
-    """The CPU is taken for a GPU, and its flash attention computed by its contract."""
-    with pytest.MonkeyPatch.context() as patch, Flash() as flash:
-        for module in (attention, sliding):
-            patch.setattr(module, "is_host", lambda device: False)
-        check_windows(place, "ring", torch.bfloat16, False, only_windows=True)
+def check_by_flash(place: Place, comm: Any, with_documents: bool) -> int:
+    """The CPU is taken for a GPU, and its flash attention computed by its contract. Return the scores that forward computes without a window."""
+    with on_flash() as flash:
+        check_against_one_process(place, comm, torch.bfloat16, with_documents)
+        computed = flash.scores
+        check_windows(place, comm, torch.bfloat16, with_documents, only_windows=True)
     assert set(flash.calls) == {"forward", "backward"}
+    return computed
 
 
-def test_windows_over_ranks_with_flash_attention(cluster: Cluster) -> None:
-    cluster.run(4, check_windows_by_flash)
+@COMMS
+@pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
+def test_flash_attention_over_ranks(cluster: Cluster, comm: str, with_documents: bool) -> None:
+    """Documents in windows included; no more scores than are seen."""
+    length = 8 * CHUNK
+    ids = documents(length) if with_documents else torch.zeros(length, B)
+    assert sum(cluster.run(4, check_by_flash, comm, with_documents)) == 3 * N * int(document_mask(ids).sum())
 
 
 def check_windows_by_nccl(place: Place) -> None:
@@ -315,11 +292,13 @@ def test_messages_without_windows(cluster: Cluster, size: int, comm: str, dtype:
 @COMMS
 @pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
 def test_every_rank_computes_its_share_of_the_scores(cluster: Cluster, size: int, comm: str, with_documents: bool) -> None:
-    """No score more than causality leaves, and the same number on all ranks, up to nothing."""
+    """No score more than causality and documents leave; without documents the same number on all ranks."""
     length = 2 * size * CHUNK
-    total = B * N * length * (length + 1) // 2
-    assert total % size == 0
-    assert cluster.run(size, scores_of, comm, with_documents) == [(total // size, total // size)] * size
+    ids = documents(length) if with_documents else torch.zeros(length, B)
+    total = N * int(document_mask(ids).sum())
+    forward, backward = zip(*cluster.run(size, scores_of, comm, with_documents), strict=True)
+    assert sum(forward) == sum(backward) == total
+    assert with_documents or set(forward) == set(backward) == {total // size}
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -368,8 +347,3 @@ def test_unequal_chunks_are_refused() -> None:
         local_sequence(torch.arange(10), axis)
     with pytest.raises(ConfigError, match="got 6"):
         context_attention(*(torch.zeros(3, 1, 2, 8) for _ in range(3)), cp=axis)
-
-
-def test_document_mask_is_causal_and_keeps_documents_apart() -> None:
-    mask = causal_document_mask(torch.tensor([[7, 1], [7, 2], [3, 2]]))
-    assert mask.int().tolist() == [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]], [[[1, 0, 0], [0, 1, 0], [0, 1, 1]]]]

@@ -8,15 +8,17 @@ import pytest
 import torch
 from megatron_llama.engine.comm import device as devices
 from megatron_llama.model.nn import attention, products, sliding
-from megatron_llama.model.nn.attention import Documents, ScoreRule
+from megatron_llama.model.nn.attention import ScoreRule
+from megatron_llama.model.nn.documents import Documents, document_attention
 from megatron_llama.model.nn.host.attention import rotated_attention
 from megatron_llama.model.nn.ops import PLAIN
-from megatron_llama.model.nn.sliding import DocumentIds, sliding_attention
+from megatron_llama.model.nn.sliding import sliding_attention
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.model.nn.dispatch import Dispatched, scores
+from tests.model.nn.flash import Flash
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -77,7 +79,7 @@ def test_attention_by_rule(block: int, with_documents: bool, rule: ScoreRule, dt
     monkeypatch.setattr(products, "SCORES", 1000)
     leaves, ids = inputs(75, dtype), packed_ids(75) if with_documents else None
     upstream = draw(75, B, N * D, seed=7).to(dtype)
-    out = sliding_attention(*leaves, rule=rule, document_ids=ids)
+    out = sliding_attention(*leaves, rule=rule) if ids is None else document_attention(*leaves, Documents.of(ids), rule)
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     exact = textbook(*wide, rule, ids)
     check((out, *torch.autograd.grad(out, leaves, upstream)), (exact, *torch.autograd.grad(exact, wide, upstream.double())), dtype)
@@ -158,7 +160,7 @@ def test_the_cost_follows_the_window() -> None:
     assert computed(4096, 4096) > 2 * computed(4096, 512)
     leaves = [draw(8192, 1, heads, 8, seed=heads).float().requires_grad_() for heads in (2, 1, 1)]
     with LargestMask() as largest:
-        sliding_attention(*leaves, rule=ScoreRule(window=512), document_ids=torch.zeros(8192, 1, dtype=torch.int32)).sum().backward()
+        sliding_attention(*leaves, rule=ScoreRule(window=512)).sum().backward()
     assert 0 < largest.elements <= 256 * (512 + 256)
 
 
@@ -174,69 +176,6 @@ def test_products_of_hosts_follow_the_window(monkeypatch: pytest.MonkeyPatch) ->
             rotated_attention(qkv.clone(), cos, sin, query=2, key=1, ops=PLAIN, rule=rule).sum().backward()
         counted.append(counter.get_total_flops())
     assert counted[0] <= 7 * 2 * 16 * 2 * length * (window + 255) < 0.6 * counted[1]
-
-
-class Flash(TorchDispatchMode):
-    """torch's flash attention of accelerators, computed in fp64 by its published contract: the last query has the position of the last key,
-    and a limit that is absent or negative is none; but beside another limit it is the number of keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = list[str]()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        aten = torch.ops.aten
-        if function is aten._flash_attention_forward.default:
-            self.calls.append("forward")
-            return self._forward(*args, **(kwargs or {}))
-        if function is aten._flash_attention_backward.default:
-            self.calls.append("backward")
-            return self._backward(*args, **(kwargs or {}))
-        assert "attention" not in str(function), function
-        return function(*args, **(kwargs or {}))
-
-    @staticmethod
-    def _seen(queries: int, keys: int, causal: bool, left: int | None, right: int | None) -> Tensor:
-        places, others = torch.arange(queries).unsqueeze(-1) + keys - queries, torch.arange(keys)
-        seen = torch.ones(queries, keys, dtype=torch.bool)
-        right = 0 if causal else right
-        if left is not None and left >= 0 and (right is None or right < 0):
-            right = keys
-        if left is not None and left >= 0:
-            seen &= others >= places - left
-        if right is not None and right >= 0:
-            seen &= others <= places + right
-        return seen
-
-    def _forward(
-        self, *args: Any, scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None
-    ) -> Any:
-        query, key, value, starts, _, queries, keys, dropout, causal, debug = args
-        assert starts is None and dropout == 0.0 and not debug and (queries, keys) == (query.shape[1], key.shape[1])
-        assert query.dtype is torch.bfloat16 and query.stride(-1) == 1
-        q, k, v = (part.double().transpose(1, 2) for part in (query, key, value))
-        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
-        seen = self._seen(queries, keys, causal, window_size_left, window_size_right)
-        assert seen.any(-1).all(), "a query that sees nothing has an infinite log-sum-exp there"
-        scores = (q @ k.mT * (query.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(~seen, float("-inf"))
-        empty = torch.empty(0)
-        return (scores.softmax(-1) @ v).transpose(1, 2).to(query.dtype), scores.logsumexp(-1).float(), empty, empty, empty
-
-    def _backward(
-        self, *args: Any, scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None
-    ) -> Any:
-        grad, query, key, value, out, lse, starts, _, queries, keys, dropout, causal, _, _ = args
-        assert starts is None and dropout == 0.0 and lse.is_contiguous() and (queries, keys) == (query.shape[1], key.shape[1])
-        groups = query.shape[2] // key.shape[2]
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        g, q, k, v, o = (part.double().transpose(1, 2) for part in (grad, query, key, value, out))
-        k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
-        seen = self._seen(queries, keys, causal, window_size_left, window_size_right)
-        probabilities = (q @ k.mT * factor - lse.unsqueeze(-1)).exp().masked_fill(~seen, 0.0)
-        score_grad = probabilities * (g @ v.mT - (g * o).sum(-1, keepdim=True)) * factor
-        per_head = (score_grad.mT @ q, probabilities.mT @ g)
-        dk, dv = (part.unflatten(1, (-1, groups)).sum(2) for part in per_head)
-        return tuple(part.transpose(1, 2).to(query.dtype) for part in (score_grad @ k, dk, dv))
 
 
 @pytest.fixture
@@ -268,27 +207,27 @@ def test_whole_sequences_go_to_flash_attention(accelerator: None) -> None:
     assert flash.calls == ["forward"]
     check((out,), (textbook(*leaves, ScoreRule(window=9)),), torch.bfloat16)
     meta = [leaf.to("meta") for leaf in leaves]
-    starts = torch.tensor([0, 12, 80], dtype=torch.int32, device="meta")
+    starts = torch.tensor([0, 12, 40, 80], dtype=torch.int32, device="meta")
     with Dispatched() as dispatched:
-        assert sliding_attention(*meta, rule=ScoreRule(0.5, 9), documents=Documents(starts, 68)).shape == (40, B, N * D)
+        assert document_attention(*meta, Documents(starts, (0, 12, 40, 80)), ScoreRule(0.5, 9)).shape == (40, B, N * D)
     [(name, _, keywords)] = dispatched.named("attention")
     assert name == "_flash_attention_forward"
     assert keywords == {"scale": 0.5, "window_size_left": 8, "window_size_right": 0}
 
 
-@pytest.mark.parametrize("case", ["fp32", "documents", "fp64", "capped", "more queries than keys"])
+@pytest.mark.parametrize("case", ["fp32", "empty slots", "fp64", "capped", "more queries than keys"])
 def test_what_flash_attention_cannot_take_goes_block_by_block(case: str, accelerator: None) -> None:
     """To the memory-efficient kernel with a mask of a block, or to products."""
     dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(case, torch.bfloat16)
     rule = ScoreRule(window=300, softcap=3.0 if case == "capped" else 0.0)
     meta = [torch.empty(1000, B, n, D, dtype=dtype, device="meta").permute(1, 2, 0, 3) for n in (N, KV, KV)]
-    ids = torch.zeros(1000, B, dtype=torch.int32, device="meta")
+    is_token = torch.ones(B, 1000, dtype=torch.bool, device="meta")
     if case == "more queries than keys":
         meta[1:] = (part[:, :, :900] for part in meta[1:])
     offset = 900 if case == "more queries than keys" else 0
     rule = ScoreRule(window=1200, softcap=rule.softcap) if offset else rule
     with Dispatched() as dispatched:
-        out, lse = sliding.attend(*meta, rule=rule, offset=offset, ids=DocumentIds(ids, ids) if case == "documents" else None)
+        out, lse = sliding.attend(*meta, rule=rule, offset=offset, is_token=is_token if case == "empty slots" else None)
         sliding.attend_backward(out, *meta, out, lse, rule=rule, offset=offset)
     assert out.shape == meta[0].shape and lse.shape == (B, N, 1000)
     calls = dispatched.named("_scaled_dot_product_efficient_attention")
@@ -322,9 +261,8 @@ def test_attention_by_rule_on_a_device(rule: ScoreRule, with_documents: bool, dt
     documents = None
     if ids is not None:
         packed = Documents.of(ids)
-        documents = Documents(packed.starts.cuda(), packed.longest)
-    there = None if ids is None else ids.cuda()
-    out = sliding_attention(*leaves, rule=rule, documents=documents, document_ids=there)
+        documents = Documents(packed.starts.cuda(), packed.bounds)
+    out = sliding_attention(*leaves, rule=rule) if documents is None else document_attention(*leaves, documents, rule)
     grads = torch.autograd.grad(out, leaves, upstream.cuda())
     wide = [leaf.detach().cpu().double().requires_grad_() for leaf in leaves]
     exact = textbook(*wide, rule, ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_llama.config.parse import flag
-from megatron_llama.config.schema import Config, TrainingConfig
+from megatron_llama.config.schema import Config
 from megatron_llama.errors import describe
 
 
@@ -41,14 +41,30 @@ def bad_step_problems(config: Config) -> Iterator[str]:
             )
 
 
-def determinism_problems(training: TrainingConfig) -> Iterator[str]:
-    """Yield options that --deterministic-mode excludes."""
-    if training.deterministic_mode and training.attention_backend == "fused":
+def attention_problems(config: Config) -> Iterator[str]:
+    """Yield options that --attention-backend excludes."""
+    training = config.training
+    backend = training.attention_backend
+    # FlashAttention 3 has an argument for a fixed order, and its gradients of queries differed
+    # from call to call nevertheless (Dao-AILab/flash-attention#2244).
+    if training.deterministic_mode and backend in ("fused", "fa3"):
+        whose = "cuDNN's attention" if backend == "fused" else "FlashAttention 3"
         yield describe(
             "--deterministic-mode",
-            got="--attention-backend fused",
-            expected="flash or auto: the backward pass of cuDNN's attention adds in any order",
+            got=f"--attention-backend {backend}",
+            expected=f"flash or auto: the backward pass of {whose} adds in any order",
             do="leave one of the two out",
+        )
+    if backend != "fa3":
+        return
+    width = config.model.head_dim
+    dtype = "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32 or fp64"
+    if "16" not in dtype or width % 8 or width > 256:
+        yield describe(
+            "--attention-backend fa3",
+            got=f"{dtype} and --head-dim {width}",
+            expected="--bf16 or --fp16 and a head_dim of at most 256, a multiple of 8",
+            do="give --attention-backend auto",
         )
 
 
