@@ -29,6 +29,7 @@ from megatron_llama.checkpoint.folders import (
     sync,
     write_synced,
 )
+from megatron_llama.checkpoint.index import shared_bytes
 from megatron_llama.checkpoint.lease import Held
 from megatron_llama.checkpoint.meta import META, NOT_FINITE, NUMBERED, parse_meta, read_meta_json
 from megatron_llama.checkpoint.native_folder import index_name, open_native
@@ -238,7 +239,8 @@ def read_standing(checkpoint: Path) -> Standing:
 def require_usable(path: Path) -> None:
     """Raise CheckpointError if a problem with a checkpoint shows without reading its tensors."""
     parse_meta(path)
-    _require_files(path).places()  # parses all parts of an index
+    places = _require_files(path).places()  # parses all parts of an index
+    refuse(f"{path} cannot be used:", list(shared_bytes(path, places, do=ANOTHER_COPY)))
 
 
 def _require_files(path: Path) -> Container:
