@@ -3,8 +3,9 @@ copied into memory that both share.
 
 The process is forked while its rank has one thread and has touched no device, and it dies with its
 rank: it must not go on with a dead rank's save while a restarted run writes there. The processes
-tell that of rank 0 through the job's store that their files are on the disk. Nothing here is
-collective, so nothing can interfere with the order of collectives.
+tell that of rank 0, or of the writer of their part of the index, through the job's store that their
+files are on the disk. Nothing here is collective, so nothing can interfere with the order of
+collectives.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from operator import itemgetter
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -30,7 +32,6 @@ from torch.distributed import (  # type: ignore[attr-defined]
     DistStoreError,
     Store,
 )
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_llama.checkpoint.checkpoint_dir import Retention, Standing
 from megatron_llama.checkpoint.chunks import Region
@@ -45,7 +46,10 @@ from megatron_llama.errors import CheckpointError, ConfigError
 from megatron_llama.launch.launcher import Place
 from megatron_llama.launch.store import connect
 
-T = TypeVar("T")
+RANK = itemgetter(0)
+Failures = list[tuple[int, CheckpointError]]
+"""Ranks with their errors: the answer of a rank that has failed, and of a writer of a part of the
+index if some of the ranks have whose chunks are in it."""
 SLOTS = 2
 """Saves for which there is memory: one may begin while the previous one is being written."""
 ALIGN_BYTES = 64
@@ -158,7 +162,7 @@ class BackgroundSaver:
             # Before the process hears of it: the first to arrive gives the memory its size, and the
             # process may be held to smaller files than its rank.
             self._buffers = SharedBuffers(self._memory, plan.parts)
-            self._send((_outlines(plan.parts), plan.index, plan.room))
+            self._send(replace(plan, parts=_outlines(plan.parts)))
             self._room = plan.room
             for device in {part.tensor.device for part in plan.parts}:
                 self._buffers.pin(device)
@@ -196,7 +200,8 @@ class BackgroundSaver:
         # Rank 0's process must not wait for what this rank will never write.
         if self._place.world_size > 1 and self._place.rank:
             with suppress(DistError):  # the store is gone with its host, and no process waits
-                _answer(connect(self._place, self._room), task, self._place.rank, error)
+                failed = [(self._place.rank, error)]
+                _answer(connect(self._place, self._room), task, self._place.rank, failed)
         return SaveOutcome(task.target, error)
 
     def close(self) -> None:
@@ -251,12 +256,12 @@ def _view(whole: torch.Tensor, start: int, part: Region) -> Region:
     )
 
 
-def _outlines(parts: Sequence[Region]) -> list[Region]:
+def _outlines(parts: Sequence[Region]) -> tuple[Region, ...]:
     """Return the same parts with tensors on the meta device."""
-    return [
+    return tuple(
         replace(part, tensor=torch.empty(part.tensor.shape, dtype=part.tensor.dtype, device="meta"))
         for part in parts
-    ]
+    )
 
 
 def _serve(
@@ -272,8 +277,8 @@ def _serve(
     os.nice(NICENESS)
     torch.set_num_threads(1)  # the threads of the parent's pool do not exist after a fork
     try:
-        outlines, index, room = pickle.loads(connection.recv_bytes())
-        writer = _Writer(place, SharedBuffers(memory, outlines), index, room)
+        plan = pickle.loads(connection.recv_bytes())
+        writer = _Writer(place, SharedBuffers(memory, plan.parts), plan)
         while True:
             task = pickle.loads(connection.recv_bytes())
             try:
@@ -307,48 +312,40 @@ def _die_with(parent: int) -> None:
 
 
 class _Writer:
-    def __init__(
-        self, place: Place, buffers: SharedBuffers, index: Metadata | None, room: str
-    ) -> None:
+    def __init__(self, place: Place, buffers: SharedBuffers, plan: RankSavePlan) -> None:
         self._place = place
         self._buffers = buffers
-        self._index = index
-        self._room = room
+        self._plan = plan
         self._store: Store | None = None
         self._known: dict[str, Standing] = {}
         """Standings of older checkpoints that have been read, by name."""
 
     def perform(self, task: SaveTask) -> SaveOutcome:
-        """Write this rank's part. On rank 0, wait for the others and complete the checkpoint."""
-        answer = _caught(
-            lambda: write_parts(
-                staging(task.target, task.run), self._place.rank, self._buffers.slots[task.slot]
-            )
-        )
-        if self._place.rank:
-            _answer(self._connected(), task, self._place.rank, answer)
+        """Write this rank's chunks. The writer of a part of the index waits for the ranks whose
+        chunks are in it; rank 0 waits for all others, or for all writers, and completes the
+        checkpoint."""
+        plan, rank = self._plan, self._place.rank
+        folder = staging(task.target, task.run)
+        answer = self._caught(lambda: write_parts(folder, rank, self._buffers.slots[task.slot]))
+        part = plan.part
+        if part is not None:
+            written, failed = self._sorted_out([answer, *self._received(task, part.ranks[1:])])
+            answer = failed or self._caught(lambda: part.write(folder, written))
+        if rank:
+            _answer(self._connected(), task, rank, answer)
             return SaveOutcome(task.target)
-        answers = [
-            answer,
-            *(self._received(task, rank) for rank in range(1, self._place.world_size)),
-        ]
-        failed = [
-            (rank, answer)
-            for rank, answer in enumerate(answers)
-            if isinstance(answer, CheckpointError)
-        ]
+        size = self._place.world_size
+        reporting = plan.writers or range(size)
+        written, failed = self._sorted_out([answer, *self._received(task, reporting[1:])])
         if failed:
             discard(task.target, task.run)
-            first = failed[0][1]
-            error = first if len(answers) == 1 else common_error(failed, len(answers))
+            error = failed[0][1] if size == 1 else common_error(sorted(failed, key=RANK), size)
             return SaveOutcome(task.target, cast(CheckpointError, error))
-        assert self._index is not None
-        index = self._index
-        written = [answer for answer in answers if isinstance(answer, WrittenParts)]
-        saved = _caught(
-            lambda: finish(
+        assert plan.index is not None
+        try:
+            saved = finish(
                 task.target,
-                index,
+                plan.index,
                 written,
                 task.meta,
                 task.keep,
@@ -356,38 +353,49 @@ class _Writer:
                 publishes_not_finite=task.publishes_not_finite,
                 known=self._known,
             )
-        )
-        if isinstance(saved, CheckpointError):
+        except CheckpointError as problem:
             discard(task.target, task.run)
-            return SaveOutcome(task.target, saved)
+            return SaveOutcome(task.target, problem)
         if not saved.published:
             discard(task.target, task.run)
         return SaveOutcome(task.target, not_finite=saved.not_finite)
 
+    def _caught(self, write: Callable[[], WrittenParts]) -> WrittenParts | Failures:
+        try:
+            return write()
+        except CheckpointError as error:
+            return [(self._place.rank, error)]
+
+    @staticmethod
+    def _sorted_out(
+        answers: Iterable[WrittenParts | Failures],
+    ) -> tuple[list[WrittenParts], Failures]:
+        written, failed = list[WrittenParts](), Failures()
+        for answer in answers:
+            if isinstance(answer, WrittenParts):
+                written.append(answer)
+            else:
+                failed += answer
+        return written, failed
+
     def _connected(self) -> Store:
         if self._store is None:
-            self._store = connect(self._place, self._room)
+            self._store = connect(self._place, self._plan.room)
         return self._store
 
-    def _received(self, task: SaveTask, rank: int) -> WrittenParts | CheckpointError:
-        """Return the answer of another rank's process, or of that rank if its process is dead. One
-        of them comes, or this process ends with its rank."""
-        store = self._connected()
-        key = _key(task, rank)
-        while True:
-            try:
-                answer: WrittenParts | CheckpointError = pickle.loads(store.get(key))
-            except DistStoreError:
-                continue  # the store's timeout: a large part on a slow disk takes longer
+    def _received(self, task: SaveTask, ranks: Iterable[int]) -> Iterator[WrittenParts | Failures]:
+        """Yield the answers of other ranks' processes, or of such a rank if its process is dead.
+        One of them comes, or this process ends with its rank."""
+        for rank in ranks:
+            store, key = self._connected(), _key(task, rank)
+            while True:
+                try:
+                    answer: WrittenParts | Failures = pickle.loads(store.get(key))
+                except DistStoreError:
+                    continue  # the store's timeout: a large part on a slow disk takes longer
+                break
             store.delete_key(key)
-            return answer
-
-
-def _caught(work: Callable[[], T]) -> T | CheckpointError:
-    try:
-        return work()
-    except CheckpointError as error:
-        return error
+            yield answer
 
 
 def _key(task: SaveTask, rank: int) -> str:

@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 
 from megatron_llama.checkpoint.checksums import ANOTHER_COPY, SUMS
+from megatron_llama.checkpoint.container import Container
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import (
     INCOMPLETE,
@@ -28,11 +29,11 @@ from megatron_llama.checkpoint.folders import (
     sync,
     write_synced,
 )
-from megatron_llama.checkpoint.index import METADATA
+from megatron_llama.checkpoint.index import shared_bytes
 from megatron_llama.checkpoint.lease import Held
 from megatron_llama.checkpoint.meta import META, NOT_FINITE, NUMBERED, parse_meta, read_meta_json
-from megatron_llama.checkpoint.native_folder import open_native
-from megatron_llama.checkpoint.storage import file_problems, refuse
+from megatron_llama.checkpoint.native_folder import index_name, open_native
+from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.checkpoint.storage_paths import is_remote, remove_tree, storage_path
 from megatron_llama.config.fields import finite_number
 from megatron_llama.config.limits import LARGEST_INTEGER, LARGEST_TRACKER
@@ -71,7 +72,7 @@ def complete(folder: str | Path) -> dict[int, Path]:
     complete: dict[int, Path] = {}
     for iteration, path in _numbered(folder):
         # NAME.replaced counts only without NAME: a save was killed between two renames.
-        if (path / META).is_file() and (path / METADATA).is_file():
+        if (path / META).is_file() and index_name(path) is not None:
             complete.setdefault(iteration, path)
     return complete
 
@@ -238,13 +239,16 @@ def read_standing(checkpoint: Path) -> Standing:
 def require_usable(path: Path) -> None:
     """Raise CheckpointError if a problem with a checkpoint shows without reading its tensors."""
     parse_meta(path)
-    _require_files(path)
+    places = _require_files(path).places()  # parses all parts of an index
+    refuse(f"{path} cannot be used:", list(shared_bytes(path, places, do=ANOTHER_COPY)))
 
 
-def _require_files(path: Path) -> None:
-    """Raise CheckpointError for such problems apart from ``meta.json``."""
-    places = open_native(path).places()
-    refuse(f"{path} is incomplete:", file_problems(path, places, do=ANOTHER_COPY))
+def _require_files(path: Path) -> Container:
+    """Return the opened checkpoint. Raises CheckpointError for a file that is missing or short, and
+    for an index that is not as it was saved."""
+    container = open_native(path)
+    refuse(f"{path} is incomplete:", container.missing_files())
+    return container
 
 
 def tidy(folder: str | Path) -> None:

@@ -89,7 +89,8 @@ def read_sums(folder: Path) -> dict[str, str]:
     path = folder / SUMS
     do = (
         "restore it from a copy, or load an earlier checkpoint; if you trust the files as they "
-        f"are, run `sha256sum .metadata meta.json *.distcp > {SUMS}` in {folder}"
+        "are, run `sha256sum meta.json *.distcp .metadata` (or `index*.json` where that is there) "
+        f"with `> {SUMS}` in {folder}"
     )
     content = read_bounded(path, limit=LARGEST_CHECKSUM_LIST, do=do)
     sums: dict[str, str] = {}

@@ -31,6 +31,7 @@ from megatron_llama.checkpoint.index import (
     METADATA,
     Chunk,
     Place,
+    StoredIndex,
     cover_problems,
     parse_index,
     shared_bytes,
@@ -63,16 +64,19 @@ class Box(NamedTuple):
 class Container:
     """An opened folder: its tensors by name, and their values."""
 
-    def __init__(self, folder: Path, content: bytes | None = None, *, do: str = COPY_AGAIN) -> None:
-        """Read the index, whose ``content`` may have been read already. ``do`` is the remedy for
+    def __init__(
+        self, folder: Path, index: bytes | StoredIndex | None = None, *, do: str = COPY_AGAIN
+    ) -> None:
+        """Read the index, which may have been read or parsed already. ``do`` is the remedy for
         damage. Raises CheckpointError when the index is missing, damaged, contradicts itself or
         names code to run."""
         self.folder = folder
         self._do = do
         path = folder / METADATA
-        if content is None:
-            content = read_bounded(path, limit=largest_index(folder, size_of(path)), do=do)
-        index = parse_index(path, content, do=do)
+        if index is None:
+            index = read_bounded(path, limit=largest_index(folder, size_of(path)), do=do)
+        if isinstance(index, bytes):
+            index = parse_index(path, index, do=do)
         self.tensors = index.tensors
         self.objects = index.objects
         """Objects saved with ``torch.save`` beside the tensors, by name."""
@@ -81,6 +85,10 @@ class Container:
     def places(self) -> list[Place]:
         """Return the places of the chunks of all tensors."""
         return [chunk.place for tensor in self.tensors.values() for chunk in tensor.chunks]
+
+    def missing_files(self) -> list[str]:
+        """Return a line for each file that is missing or too short for its chunks."""
+        return file_problems(self.folder, self.places(), do=self._do)
 
     def require(self, names: Iterable[str]) -> None:
         """Raise CheckpointError with all problems that keep these tensors from being read: no such

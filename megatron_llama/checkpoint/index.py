@@ -36,6 +36,8 @@ from megatron_llama.config.limits import (
 from megatron_llama.errors import CheckpointError, describe
 
 METADATA = ".metadata"
+INDEX_TABLE = "index.json"
+"""The table that large checkpoints have in its place (``index_parts.py``)."""
 FILE_NAME = re.compile(r"\w[\w.-]*")
 FREE_COVER_WORK = 10**6
 """Comparisons of chunks that are allowed whatever their number."""
@@ -375,7 +377,7 @@ class _IndexReader:
 
     def _counts(self, where: str, what: str, values: Any) -> tuple[int, ...]:
         if isinstance(values, tuple) and len(values) <= LARGEST_DIMENSIONS:
-            if all(map(_is_count, values)):
+            if all(map(is_count, values)):
                 return values
             expected = "numbers that are not negative"
         elif isinstance(values, tuple):
@@ -388,7 +390,7 @@ class _IndexReader:
         return CheckpointError(f"{self._path} {where}", got=got, expected=expected, do=self._do)
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
     """Whether a value is an integer that is not negative, and that torch can hold."""
     return type(value) is int and 0 <= value <= LARGEST_INTEGER
 

@@ -32,6 +32,8 @@ NOT_FINITE = "not_finite"
 """Field with the tensors that have infinite values or NaN: empty if all values are finite. It is
 missing if no save has checked them: in checkpoints of earlier versions, and in converted ones."""
 FORMAT_VERSION = 1
+PARTED_VERSION = 2
+"""That of checkpoints whose index is in parts, which earlier programs cannot read."""
 WITHOUT_EFFECT = frozenset(
     {
         "preset",
@@ -134,31 +136,35 @@ def meta_json(
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def read_meta_json(folder: Path) -> dict[str, Any]:
+def read_meta_json(folder: Path, content: bytes | None = None) -> dict[str, Any]:
     """Return the content of ``meta.json`` of one checkpoint, after a comparison with its checksum.
     Its fields are not checked. Raises CheckpointError naming the file."""
-    content = read_listed(folder, META, largest=largest_meta)
+    if content is None:
+        content = read_listed(folder, META, largest=largest_meta)
     return parse_json_object(content, folder / META, do=ANOTHER_COPY)
 
 
-def marked_meta(content: bytes, not_finite: Sequence[NotFinite]) -> bytes:
-    """Return the content of the file for a checkpoint whose values have been checked."""
-    marked = {**json.loads(content), NOT_FINITE: [entry.entry() for entry in not_finite]}
+def marked_meta(content: bytes, not_finite: Sequence[NotFinite], version: int) -> bytes:
+    """Return the content of the file for a checkpoint whose values have been checked, and whose
+    files are of this version of the format."""
+    entries = [entry.entry() for entry in not_finite]
+    marked = {**json.loads(content), "format_version": version, NOT_FINITE: entries}
     return (json.dumps(marked, indent=2) + "\n").encode()
 
 
-def parse_meta(folder: Path) -> CheckpointMeta:
-    """Read ``meta.json`` of one checkpoint. Raises CheckpointError naming the file, with all
-    invalid fields."""
+def parse_meta(folder: Path, listed: bytes | None = None) -> CheckpointMeta:
+    """Read ``meta.json`` of one checkpoint, whose bytes may have been ``listed`` (``read_listed``)
+    already. Raises CheckpointError naming the file, with all invalid fields."""
     path = folder / META
-    content = read_meta_json(folder)
+    content = read_meta_json(folder, listed)
     version = content.get("format_version")
-    if type(version) is not int or version != FORMAT_VERSION:
+    if type(version) is not int or version not in (FORMAT_VERSION, PARTED_VERSION):
         do = (
             "load it with the version of this program that saved it,"
             " and export it to HuggingFace format"
         )
-        raise CheckpointError(f"{path} format_version", got=version, expected=FORMAT_VERSION, do=do)
+        expected = f"{FORMAT_VERSION} or {PARTED_VERSION}"
+        raise CheckpointError(f"{path} format_version", got=version, expected=expected, do=do)
     with read_fields(content, path, do=ANOTHER_COPY) as fields:
         iteration = fields.integer("iteration")
         named = NUMBERED.fullmatch(folder.name)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import torch
@@ -42,9 +43,12 @@ from megatron_llama.checkpoint.container import Container
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.finite import NotFinite, merge_not_finite
 from megatron_llama.checkpoint.folders import discard, fresh_staging, staging
+from megatron_llama.checkpoint.index import INDEX_TABLE
 from megatron_llama.checkpoint.lease import Held
 from megatron_llama.checkpoint.meta import (
+    FORMAT_VERSION,
     META,
+    PARTED_VERSION,
     CheckpointMeta,
     TrainState,
     marked_meta,
@@ -52,14 +56,19 @@ from megatron_llama.checkpoint.meta import (
     model_differences,
     parse_meta,
 )
-from megatron_llama.checkpoint.native_folder import open_native, read_regions, require_regions
+from megatron_llama.checkpoint.native_folder import (
+    open_native,
+    read_regions,
+    read_small_files,
+    require_regions,
+)
 from megatron_llama.checkpoint.storage import WrittenParts, refuse, write_index, write_parts
-from megatron_llama.checkpoint.storage_paths import storage_path
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.engine.comm.object_collectives import (
     all_gather_float,
     broadcast_object,
     gather_object,
+    on_rank0,
     raise_error_on_all_ranks,
     raise_on_all_ranks,
 )
@@ -75,6 +84,14 @@ from megatron_llama.model.plan.lora import adapter_shapes
 from megatron_llama.model.plan.params import hf_shapes
 from megatron_llama.model.plan.run_params import whole_model_units
 from megatron_llama.pipeline.build import compute_dtype
+
+if TYPE_CHECKING:
+    from megatron_llama.checkpoint.index_writing import PartedIndex, PartPlan
+
+
+LARGEST_WHOLE_INDEX = 2**16
+"""Chunks of an index in one file, which torch and earlier versions read: 12 MB, and a second. An
+index of more is in parts, of which a rank reads its own."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +111,15 @@ class RankSavePlan:
 
     parts: tuple[Region, ...]
     """The chunks that this rank writes, with the tensors that hold their values."""
-    index: Metadata | None
-    """The index of all ranks' chunks, on rank 0; None on the others."""
+    index: Metadata | PartedIndex | None
+    """The index of all ranks' chunks, or the table of its parts, on rank 0; None on the others."""
     room: str
     """Prefix of the keys in the job's store under which the ranks report that they are done. It is
     drawn anew for each run."""
+    part: PartPlan | None = None
+    """This rank's parts of the index, if it writes some."""
+    writers: tuple[int, ...] = ()
+    """The ranks that write parts of the index; none of one that rank 0 writes alone."""
 
 
 def plan_save(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> RankSavePlan:
@@ -108,12 +129,13 @@ def plan_save(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> RankSavePla
     # them writes it: torch refuses an index whose chunks overlap.
     primary = (piece for piece in pieces if piece.primary)
     parts = tuple(part for region in regions(primary) for part in region.split())
+    room = broadcast_object(f"save/{uuid4().hex}", mesh.world)
+    if sum(all_gather_float(len(parts), mesh.world)) > LARGEST_WHOLE_INDEX:
+        from megatron_llama.checkpoint.index_writing import plan_parts
+
+        return RankSavePlan(parts, room=room, **plan_parts(parts, mesh))
     plans = gather_object([part.write_item() for part in parts], mesh.world)
-    return RankSavePlan(
-        parts,
-        make_index(plans) if plans is not None else None,
-        broadcast_object(f"save/{uuid4().hex}", mesh.world),
-    )
+    return RankSavePlan(parts, make_index(plans) if plans is not None else None, room)
 
 
 def save(
@@ -155,9 +177,10 @@ def save_checked(
     publishes_not_finite: bool,
     held: Held | None = None,
     known: dict[str, Standing] | None = None,
+    plan: RankSavePlan | None = None,
 ) -> SavedCheckpoint:
     """Write ``folder/iter_NNNNNNN`` and point the tracker at it. Collective. All ranks return the
-    same.
+    same. ``plan`` is that of an earlier save of this engine.
 
     A checkpoint with values that are not finite is marked, or, without ``publishes_not_finite``,
     removed before it gets its name. A failure on any rank raises the same CheckpointError on all,
@@ -166,7 +189,7 @@ def save_checked(
     if it is lost. Without one, the remains of killed saves are removed first; a run with a lease
     has removed them when it began. ``known`` is for ``retain``, the same at each save of a run."""
     target = checkpoint_path(folder, state.iteration)
-    plan = plan_save(engine, mesh)
+    plan = plan or plan_save(engine, mesh)
     meta = describe_state(engine, mesh, state, config, validation_loss)
     run = held.run if held is not None else ""
     try:
@@ -180,7 +203,7 @@ def save_checked(
         written = None
         with raise_on_all_ranks(mesh.world):
             written = write_parts(staging(target, run), mesh.rank, plan.parts)
-        of_all_ranks = gather_object(written, mesh.world)
+        of_all_ranks = _collect(written, plan, staging(target, run), mesh)
         saved = None
         with raise_on_all_ranks(mesh.world), writing(target):
             if of_all_ranks is not None:
@@ -201,6 +224,19 @@ def save_checked(
     saved = broadcast_object(saved, mesh.world)
     assert saved is not None, "rank 0 has finished the save"
     return saved
+
+
+def _collect(
+    written: WrittenParts | None, plan: RankSavePlan, folder: Path, mesh: Mesh
+) -> Sequence[WrittenParts] | None:
+    """Return on rank 0 what all ranks have written, or the writers of the index's parts for them;
+    None on the others. Collective."""
+    assert written is not None, "no rank has failed"
+    if not plan.writers:
+        return gather_object(written, mesh.world)
+    from megatron_llama.checkpoint.index_writing import collect_written
+
+    return collect_written(written, plan.part, plan.writers, folder, mesh)
 
 
 def describe_state(
@@ -225,7 +261,7 @@ def describe_state(
 
 def finish(
     target: Path,
-    index: Metadata,
+    index: Metadata | PartedIndex,
     written: Sequence[WrittenParts],
     meta: bytes,
     keep: Retention | None,
@@ -243,12 +279,17 @@ def finish(
     not_finite = merge_not_finite(entry for rank in written for entry in rank.not_finite)
     if not_finite and not publishes_not_finite:
         return SavedCheckpoint(target, not_finite, published=False)
-    meta = marked_meta(meta, not_finite)
+    is_whole = isinstance(index, Metadata)
+    meta = marked_meta(meta, not_finite, FORMAT_VERSION if is_whole else PARTED_VERSION)
     run = held.run if held is not None else ""
     folder = staging(target, run)
     if held is not None:
         held.require()
-    sums = write_index(folder, index, written)
+    sums = (
+        write_index(folder, index, written)
+        if isinstance(index, Metadata)
+        else index.write(folder, written)
+    )
     with writing(folder / META):
         seal(folder, sums, META, meta)
     if held is not None:
@@ -283,13 +324,12 @@ def load(
     CheckpointError on all.
     """
     engine.settle()
-    with raise_on_all_ranks(mesh.world):
-        folder = find(path) if mesh.rank == 0 else storage_path(path)
     # Machines may see different states of a shared folder for a while. Loads of different
     # iterations would go unnoticed, so all ranks take the folder that rank 0 has found.
-    folder = broadcast_object(folder, mesh.world)
+    folder, small = on_rank0(lambda: _look_up(path), mesh.world)
     with raise_on_all_ranks(mesh.world):
-        meta, container, wanted, columns, resumes = _open(folder, engine, mesh, model, optimizer)
+        opened = _open(folder, small, engine, mesh, model, optimizer)
+    meta, container, wanted, columns, resumes = opened
     problem = None
     try:
         read_regions(container, wanted)
@@ -329,7 +369,7 @@ def require_complete(folder: Path, config: Config, *, optimizer: bool) -> None:
         for region in _whole_tensors(spec, part, config, optimizer=optimizer and spec.trainable)
     ]
     _refuse_other_optimizer(container, wanted)
-    require_regions(container, wanted, any_dtype=False)
+    require_regions(container, wanted, any_dtype=False, all_files=True)
 
 
 def _whole_tensors(
@@ -387,8 +427,14 @@ def _states_by_tensor(keys: Iterable[str]) -> dict[str, set[str]]:
     return states
 
 
+def _look_up(path: str | Path) -> tuple[Path, dict[str, bytes]]:
+    folder = find(path)
+    return folder, read_small_files(folder)
+
+
 def _open(
     folder: Path,
+    small: Mapping[str, bytes],
     engine: OverlappedDistributedOptimizer,
     mesh: Mesh,
     model: ModelConfig,
@@ -396,10 +442,10 @@ def _open(
 ) -> tuple[CheckpointMeta, Container, list[Region], SavedColumns, bool]:
     """Check everything that can be checked without reading tensors. The last value returned is
     whether the optimizer goes on with its saved state."""
-    meta = parse_meta(folder)
+    meta = parse_meta(folder, small[META])
     differences = model_differences(str(folder / META), meta.model, model, resumes=optimizer)
     refuse(f"{folder} is a checkpoint of another model:", differences)
-    container = open_native(folder)
+    container = open_native(folder, small.get(INDEX_TABLE))
     columns = SavedColumns(engine, mesh, container.tensors)
     wanted = [*regions(shard_pieces(engine)), *columns.regions]
     # A converted checkpoint has no optimizer state: then the optimizer starts afresh.

@@ -7,11 +7,18 @@ from pathlib import Path
 
 import torch
 
-from megatron_llama.checkpoint.bounds import largest_index
-from megatron_llama.checkpoint.checksums import ANOTHER_COPY, read_listed
+from megatron_llama.checkpoint.bounds import largest_index, largest_meta
+from megatron_llama.checkpoint.checksums import ANOTHER_COPY, read_listed, read_sums
 from megatron_llama.checkpoint.chunks import Region, is_state
 from megatron_llama.checkpoint.container import Box, Container
-from megatron_llama.checkpoint.index import METADATA, cover_problems, paused_collector, shared_bytes
+from megatron_llama.checkpoint.index import (
+    INDEX_TABLE,
+    METADATA,
+    cover_problems,
+    paused_collector,
+    shared_bytes,
+)
+from megatron_llama.checkpoint.meta import META
 from megatron_llama.checkpoint.storage import file_problems, refuse
 from megatron_llama.errors import describe
 
@@ -19,11 +26,35 @@ SAVED_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.fl
 """Dtypes of the tensors that an engine saves."""
 
 
+def index_name(folder: Path) -> str | None:
+    """Return the name of the file with which a checkpoint's index begins; None without it."""
+    return next((name for name in (INDEX_TABLE, METADATA) if (folder / name).is_file()), None)
+
+
+def read_small_files(folder: Path) -> dict[str, bytes]:
+    """Return what all ranks need of a checkpoint's small files, by name: ``meta.json``, and the
+    table of an index in parts. Raises CheckpointError unless they are as they were saved."""
+    small = {META: read_listed(folder, META, largest=largest_meta)}
+    if index_name(folder) == INDEX_TABLE:
+        small[INDEX_TABLE] = read_listed(folder, INDEX_TABLE, largest=largest_index)
+    return small
+
+
 @paused_collector()
-def open_native(folder: Path) -> Container:
+def open_native(folder: Path, table: bytes | None = None) -> Container:
     """Open the files of a native checkpoint. Raises CheckpointError when the index is not as it was
-    saved, names code to run, or has chunks that do not make up its tensors."""
+    saved, names code to run, or has chunks that do not make up its tensors. ``table``: that of an
+    index in parts, if it has been read and compared with its checksum."""
     path = folder / METADATA
+    name = index_name(folder) if table is None else INDEX_TABLE
+    if name is None and INDEX_TABLE in read_sums(folder):
+        name = INDEX_TABLE  # it is lost, and has to be named
+    if name == INDEX_TABLE:
+        from megatron_llama.checkpoint.index_parts import PartedContainer
+
+        if table is None:
+            table = read_listed(folder, INDEX_TABLE, largest=largest_index)
+        return PartedContainer(folder, table)
     content = read_listed(folder, METADATA, largest=largest_index)
     container = Container(folder, content, do=ANOTHER_COPY)
     problems = []
@@ -42,9 +73,12 @@ def open_native(folder: Path) -> Container:
     return container
 
 
-def require_regions(container: Container, wanted: Sequence[Region], *, any_dtype: bool) -> None:
+def require_regions(
+    container: Container, wanted: Sequence[Region], *, any_dtype: bool, all_files: bool = False
+) -> None:
     """Raise CheckpointError if the files cannot fill the regions. With ``any_dtype`` values may be
-    converted."""
+    converted. ``all_files``: the regions are all that is there, so they are not looked up one by
+    one."""
     problems = list(
         dict.fromkeys(
             problem
@@ -52,7 +86,9 @@ def require_regions(container: Container, wanted: Sequence[Region], *, any_dtype
             for problem in _region_problems(container, region, any_dtype=any_dtype)
         )
     )
-    if not problems:
+    if all_files and not problems:
+        problems = container.missing_files()
+    elif not problems:
         places = [
             chunk.place
             for region in wanted

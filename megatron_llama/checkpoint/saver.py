@@ -192,6 +192,8 @@ class Saver:
             if last and self._policy == ROLLBACK:
                 self.finish(log)
             return
+        if self._plan is None:
+            self._plan = native.plan_save(self._optimizer, self._mesh)
         try:
             saved = native.save_checked(
                 self._folder,
@@ -204,6 +206,7 @@ class Saver:
                 publishes_not_finite=self._policy == WARN,
                 held=self._held,
                 known=self._known,
+                plan=self._plan,
             )
         except CheckpointError:  # on every rank
             # A run that has taken the folder over removes the staged files during this save.

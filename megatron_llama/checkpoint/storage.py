@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pickle
 import stat
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -38,6 +38,8 @@ class WrittenParts:
     """SHA-256 by file name."""
     not_finite: tuple[NotFinite, ...] = ()
     """Values that are infinite or NaN, by part."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by file name, where the chunks stand in a part of the index and not in ``places``."""
 
 
 def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> WrittenParts:
