@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_llama.config.schema import TrainingConfig
+from megatron_llama.config.schema import Config, ModelConfig, TrainingConfig
 from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.offload_options import OffloadConfig
@@ -19,7 +19,7 @@ from megatron_llama.errors import ConfigError
 from megatron_llama.launch.launcher import Place, fix_sums
 from megatron_llama.model import llama
 from megatron_llama.model.llama import build_stages
-from megatron_llama.train.setup.checks.run import determinism_problems
+from megatron_llama.train.setup.checks.run import attention_problems
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.cases import STRATEGIES, Layout, trainer
@@ -115,12 +115,14 @@ def test_an_environment_that_sums_in_any_order_is_refused(given: dict[str, str],
     assert complaint.replace("; do unset", "; unset") in str(refused.value)
 
 
-def test_cudnn_cannot_be_asked_for() -> None:
-    both = TrainingConfig(deterministic_mode=True, attention_backend="fused")
-    [problem] = determinism_problems(both)
-    assert problem.startswith("--deterministic-mode: got --attention-backend fused, expected flash or auto")
+@pytest.mark.parametrize(("backend", "whose"), [("fused", "cuDNN's attention"), ("fa3", "FlashAttention 3")])
+def test_kernels_that_add_in_any_order_cannot_be_asked_for(backend: Any, whose: str) -> None:
+    both = TrainingConfig(deterministic_mode=True, attention_backend=backend, bf16=True)
+    model = ModelConfig(head_dim=128)
+    [problem] = attention_problems(Config(model=model, training=both))
+    assert problem.startswith(f"--deterministic-mode: got --attention-backend {backend}, expected flash or auto: the backward pass of {whose}")
     for fine in (replace(both, attention_backend="flash"), replace(both, deterministic_mode=False), TrainingConfig()):
-        assert list(determinism_problems(fine)) == []
+        assert list(attention_problems(Config(model=model, training=fine))) == []
 
 
 @pytest.mark.tries("attention_backend")

@@ -255,6 +255,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     named, memory = machine or ({"device": "none: no figure below means anything"}, EXAMPLE_MEMORY)
     setting = setting_of(options, memory, gpus=gpus_of(machine, listed=options.list))
+    setting = replace(setting, flash3_obstacle=flash3_obstacle())
     parts = [part for part in all_parts(setting) if part.name.startswith(options.wanted)]
     if options.list:
         print("\n".join(f"{part.name}: {shlex.join(part.command)}" for part in parts))
@@ -278,6 +279,14 @@ def gpus_of(machine: object, *, listed: bool) -> int:
     from megatron_llama.engine.comm import device as devices
 
     return devices.accelerator_count() if machine is not None else int(listed)
+
+
+def flash3_obstacle() -> str | None:
+    """Why FlashAttention 3 cannot run here."""
+    from megatron_llama.engine.comm import device as devices
+    from megatron_llama.engine.comm.flash3 import flash3_problem
+
+    return flash3_problem(devices.accelerator(0))
 
 
 def write_figures(page: Path, report: Path) -> int:

@@ -40,6 +40,7 @@ from megatron_llama.errors import ConfigError, UserError, describe
 from megatron_llama.launch.join import join
 from megatron_llama.launch.launcher import Place, place_from_environment
 from megatron_llama.launch.mesh import build_mesh
+from megatron_llama.train.setup.flash3 import chosen_flash
 from megatron_llama.train.setup.resolve import check
 from tools.bench_step import configuration
 from tools.compare_sharding import Trial, random_batches
@@ -52,6 +53,10 @@ SWITCHES: Mapping[str, Variants] = MappingProxyType(
         "attention": {
             "flash": ("--attention-backend", "flash"),
             "fused": ("--attention-backend", "fused"),
+        },
+        "flash-attention-3": {
+            "flash": ("--attention-backend", "flash"),
+            "fa3": ("--attention-backend", "fa3"),
         },
         "deterministic": {"off": (), "on": ("--deterministic-mode",)},
         "grad-reduce-in-bf16": {"off": (), "on": ("--grad-reduce-in-bf16",)},
@@ -132,7 +137,13 @@ def alone(config: Config, options: AbConfig) -> Sample:
 def together(config: Config, options: AbConfig, place: Place, device: torch.device) -> Sample:
     """One turn in processes that have met: the slowest rank's time. Collective."""
     mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=device)
-    trial = Trial(config, mesh)
+    with chosen_flash(config.training, device, mesh.world):
+        return _timed(Trial(config, mesh), options, device)
+
+
+def _timed(trial: Trial, options: AbConfig, device: torch.device) -> Sample:
+    config = trial.config
+    mesh = trial.mesh
     # The engine's threads have to end before the interpreter does.
     with closing(trial.engine):
         trial.load()

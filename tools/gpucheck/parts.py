@@ -105,6 +105,8 @@ class Setting:
     """Models of a few thousand parameters: shows that the check works, and nothing else."""
     gpus: int = 1
     """How many there are; without, a tiny check leaves out what needs one."""
+    flash3_obstacle: str | None = None
+    """Why FlashAttention 3 cannot run here."""
 
 
 def configuration(preset: str, seq_length: int, *, layers: int, dp: int) -> Config:
@@ -148,6 +150,7 @@ def all_parts(setting: Setting) -> list[Part]:
         *(_fitting(setting, *shape, 4096) for shape in SHAPES),
         _kernels(setting),
         *(_switch(setting, name, dp=dp) for name, dp in SWITCHES_ALONE),
+        replace(_switch(setting, "flash-attention-3", dp=1), obstacle=setting.flash3_obstacle),
         *(_between(setting, *switch) for switch in SWITCHES_BETWEEN),
         *(_emulated(setting, *shape, 4096) for shape in SHAPES),
         _links(setting),

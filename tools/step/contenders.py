@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.comm.flash3 import activate_flash3
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.launch.launcher import Place
@@ -60,6 +61,8 @@ class Ours:
         bf16 = entry.dtype == "bf16"
         config = replace(config, training=replace(config.training, compile=compiled, bf16=bf16))
         self._mesh = init_mesh(config, Place(0, world_size, 0))
+        if config.training.attention_backend == "fa3":
+            activate_flash3(self._mesh.device)  # for this process, which has one contender
         optimizer = config.optimizer
         self._trial = Trial(config, self._mesh)
         self._trial.load()
