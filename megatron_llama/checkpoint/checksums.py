@@ -13,6 +13,7 @@ from typing import Self
 
 from megatron_llama.checkpoint.bounds import largest_meta, require_size, size_of
 from megatron_llama.checkpoint.folders import sync, write_synced
+from megatron_llama.checkpoint.index import INDEX_TABLE, METADATA
 from megatron_llama.config.limits import LARGEST_CHECKSUM_LIST
 from megatron_llama.config.model_files import SUMS as SUMS
 from megatron_llama.config.model_files import parse_sum_line, read_bounded
@@ -87,10 +88,10 @@ def read_sums(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file of a checkpoint by name. Raises CheckpointError when the list
     is missing or damaged."""
     path = folder / SUMS
+    index = "index*.json" if (folder / INDEX_TABLE).is_file() else METADATA
     do = (
         "restore it from a copy, or load an earlier checkpoint; if you trust the files as they "
-        "are, run `sha256sum meta.json *.distcp .metadata` (or `index*.json` where that is there) "
-        f"with `> {SUMS}` in {folder}"
+        f"are, run `sha256sum {index} meta.json *.distcp > {SUMS}` in {folder}"
     )
     content = read_bounded(path, limit=LARGEST_CHECKSUM_LIST, do=do)
     sums: dict[str, str] = {}

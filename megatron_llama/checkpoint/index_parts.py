@@ -21,6 +21,7 @@ from functools import cached_property
 from itertools import chain
 from operator import sub
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from megatron_llama.checkpoint.index import (
     paused_collector,
     shared_bytes,
 )
+from megatron_llama.checkpoint.native_folder import SAVED_DTYPES
 from megatron_llama.checkpoint.storage import file_problems, refuse
 from megatron_llama.config.json_file import parse_json_object
 from megatron_llama.config.limits import LARGEST_DIMENSIONS, LARGEST_INTEGER
@@ -48,11 +50,8 @@ from megatron_llama.errors import CheckpointError, describe
 
 TABLE_VERSION = 1
 DIGEST = re.compile(r"[0-9a-f]{64}")
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
-}
-"""The dtypes that an engine saves, by the names in the table."""
+DTYPES = MappingProxyType({str(dtype).removeprefix("torch."): dtype for dtype in SAVED_DTYPES})
+"""By the names in the table."""
 NUMBERS_OF_PLACE = 4
 """A chunk of a part: file, offset, length and CRC-32, then its offset and its size in the
 tensor."""

@@ -144,7 +144,9 @@ def read_meta_json(folder: Path, content: bytes | None = None) -> dict[str, Any]
     return parse_json_object(content, folder / META, do=ANOTHER_COPY)
 
 
-def marked_meta(content: bytes, not_finite: Sequence[NotFinite], version: int) -> bytes:
+def marked_meta(
+    content: bytes, not_finite: Sequence[NotFinite], version: int = FORMAT_VERSION
+) -> bytes:
     """Return the content of the file for a checkpoint whose values have been checked, and whose
     files are of this version of the format."""
     entries = [entry.entry() for entry in not_finite]

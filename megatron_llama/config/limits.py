@@ -22,9 +22,9 @@ META_BYTES_PER_FILE = 2**16
 """Bytes of ``meta.json`` for each ``.distcp`` beside it, besides LARGEST_META: runs of more ranks
 have more lanes."""
 LARGEST_INDEX = 2**26
-"""Bytes of ``.metadata``, whatever lies beside it."""
+"""Bytes of ``.metadata``, or of ``index.json`` or one of its parts, whatever lies beside it."""
 INDEX_BYTES_PER_KIB = 512
-"""Bytes of ``.metadata`` for each 1,024 of the ``.distcp`` beside it, besides LARGEST_INDEX: 150 to
+"""Bytes of these for each 1,024 of the ``.distcp`` beside it, besides LARGEST_INDEX: 150 to
 250 for each chunk, and no chunk has less than 1,500. Megatron-Core's has all plans of all ranks,
 too."""
 LARGEST_TRACKER = 64

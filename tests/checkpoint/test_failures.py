@@ -64,7 +64,7 @@ DAMAGE = {
     "meta is not JSON": (lambda path: cut(path / "meta.json", 30), r"meta\.json:3: got .*, expected valid JSON; restore"),
     "meta is a list": (lambda path: (path / "meta.json").write_text("[]"), r"meta\.json: got a JSON list, expected a JSON object; restore"),
     "meta lacks a field": (edit_meta(loss_scale=...), r"meta\.json loss_scale: got no such field, expected one; restore"),
-    "later format": (edit_meta(format_version=2), r"format_version: got 2, expected 1; .*version of this program"),
+    "later format": (edit_meta(format_version=3), r"format_version: got 3, expected 1 or 2; .*version of this program"),
     "index with code": (plant_bomb, r"\.metadata: got a pickle that calls subprocess\.getoutput, .*nothing was run"),
     "no data": (
         lambda path: data_file(path).unlink(),

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import torch
 from megatron_llama.checkpoint import checkpoint_dir, native
 from megatron_llama.checkpoint.chunks import Region
 from megatron_llama.checkpoint.index_writing import Outline, merged_boxes, plan_part, plan_table
+from megatron_llama.checkpoint.model_folders.formats import candidates
 from megatron_llama.checkpoint.native_folder import open_native, read_regions, require_regions
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import CheckpointConfig
@@ -352,6 +354,7 @@ def test_weights_are_read_without_an_engine(spread: tuple[Path, list[Held]]) -> 
     state = merged(part for rank in spread[1] for part in rank.regions)
     weights = whole_weights(spread[0])
     assert same(weights, {name: state[name] for name in weights})
+    assert list(candidates(spread[0])) == ["native"]
 
 
 def cuts(shape: tuple[int, ...], draw: random.Random) -> list[Box]:
@@ -440,3 +443,13 @@ def test_saves_that_training_waits_for_plan_once(cluster: Cluster, tmp_path: Pat
     for number in (0, 1):
         found = whole_weights(tmp_path / f"iter_000000{number + 1}")
         assert same(found, {name: expected[number][name] for name in found})
+
+
+def test_the_remedy_for_a_missing_list_works(copied: Path) -> None:
+    (copied / "SHA256SUMS").unlink()
+    with pytest.raises(CheckpointError, match=r"run `sha256sum index\*\.json meta\.json \*\.distcp > SHA256SUMS` in") as refused:
+        checkpoint_dir.require_usable(copied)
+    command = re.search("`(.*)`", f"{refused.value}")
+    assert command is not None
+    subprocess.run(command[1], shell=True, cwd=copied, check=True)
+    checkpoint_dir.require_usable(copied)

@@ -240,7 +240,9 @@ def candidates(folder: Path) -> Iterator[str]:
     inner = [folder, *written, folder / "release"]
     if any((folder / name).is_file() for name in WEIGHT_FILES):
         yield "hf"
-    if any((path / "meta.json").is_file() and (path / ".metadata").is_file() for path in inner):
+    indices = (".metadata", "index.json")
+    indexed = (path for path in inner if any((path / name).is_file() for name in indices))
+    if any((path / "meta.json").is_file() for path in indexed):
         yield "native"
     if any(next(path.glob("mp_rank_*"), None) is not None for path in inner):
         yield "megatron"
