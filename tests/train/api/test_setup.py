@@ -160,7 +160,7 @@ def test_deciders_fill_what_they_say(options: Options, tmp_path: Path) -> None:
         changed = {item.name for item in fields(Draft) if getattr(before, item.name) is not getattr(draft, item.name)}
         assert changed <= {*decider.fills}, decider
         filled |= {*decider.fills}
-    assert filled == {item.name for item in fields(Draft)} - {"parsed", "processes", "needs_data", "missing"}
+    assert filled == {item.name for item in fields(Draft)} - {"parsed", "processes", "needs_data", "missing", "held", "seen"}
 
 
 def test_words_about_a_machine_are_those_of_its_own_rank(options: Options) -> None:
