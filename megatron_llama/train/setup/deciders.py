@@ -227,9 +227,8 @@ def decide_by_device_memory(draft: Draft) -> Draft:
     if AUTO not in open_choices:
         return draft
     # Only such a run computes its memory, and loads the plan.
-    decide = imported("train.setup.auto:decide")
-    processes = draft.processes
-    config, notes = decide(draft.config, processes.count, processes.memory)
+    decide = imported("train.setup.auto:decide_on_devices")
+    config, notes = decide(draft.config, draft.processes)
     return replace(draft, config=config, notes=(*draft.notes, *notes))
 
 
