@@ -1,5 +1,5 @@
-"""The communicators of a rank on GPUs, which ``launch/mesh.py`` makes, and the memory that NCCL takes
-for them beside what torch's allocator counts.
+"""The communicators of a rank on GPUs, which ``launch/mesh.py`` makes, and the memory that NCCL
+takes for them beside what torch's allocator counts.
 
 How much NCCL takes is what its sources and maintainers say, and is not measured here:
 
