@@ -34,6 +34,8 @@ SURPLUS = 0.005
 (``mid_level_dataset_surplus``). They change the order, because all are shuffled."""
 SEPARATE_BELOW = 0.80
 """The last epoch is shuffled by itself where less than this share of it is read."""
+LARGEST_NUMBER = 2**31 - 1
+"""Documents of a dataset that int32 can number."""
 PLACE_BYTES = 12
 """Bytes that a document of an epoch takes in an order: its number and its end."""
 BLEND_BYTES = 10
@@ -108,6 +110,14 @@ class MegatronStream(TokenStream):
                 got="documents of several sequences",
                 expected="one sequence a document, as for Megatron's GPT",
                 do="preprocess it without --split-sentences",
+            )
+        if documents[1] > LARGEST_NUMBER:
+            raise DataError(
+                f"--megatron-data-order: {dataset.prefix}.idx",
+                got=f"{documents[1]:,} documents",
+                expected=f"at most {LARGEST_NUMBER:,}: Megatron numbers them in 32 bits, and its "
+                "numbers overflow",
+                do="divide the dataset, and give its parts as a blend",
             )
         tokens = self.num_tokens
         per_epoch = max(0, (tokens - 1) // seq_length)

@@ -143,11 +143,12 @@ def _groups(world: int) -> list[Row]:
 
 
 def _agreements(world: int) -> list[Row]:
-    """Messages over all ranks: gloo passes each on from rank to rank, so their time is
-    proportional to the number of ranks less one. It is measured on two processes of this machine,
-    whose messages take as long as those of a fast network."""
+    """Messages over all ranks. gloo passes them on from rank to rank: an all-reduce of one number
+    and an all-gather of values, which are two of tensors, both 2 (n - 1) times. What a pass takes
+    is measured on two processes of this machine, as long as it takes in a fast network."""
     times = _times()
-    gather, one = (times[name] * (world - 1) for name in ("gather", "one"))
+    one = times["one"] * (world - 1)
+    gather = times["gather"] + times["one"] * (world - 2)
     return [
         Row("start", "a message of values, two ranks", "all", times["gather"], None, MEASURED),
         Row("start", f"{OBJECTS} messages of values", "all", OBJECTS * gather, None, COMPUTED),
