@@ -24,7 +24,7 @@ from megatron_llama.launch import network, rendezvous
 from megatron_llama.launch.launcher import Place
 from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.launch.open_files import OTHERS, PER_RANK
-from megatron_llama.pipeline.plan.communicators import most_communicators, total_bytes
+from megatron_llama.train.setup.communicators import most_communicators, total_bytes
 from tools.scaling.rows import COMPUTED, MEASURED, Row
 from tools.scaling.store import Counted, request_seconds
 

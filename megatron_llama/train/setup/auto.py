@@ -9,8 +9,8 @@ from megatron_llama.config.schema import Config
 from megatron_llama.engine.plan.buckets import AUTO, BY_TRAFFIC
 from megatron_llama.engine.plan.memory import sized
 from megatron_llama.model.plan.params import partition_of
-from megatron_llama.pipeline.plan.communicators import most_communicators, total_bytes
 from megatron_llama.pipeline.plan.run_engine import by_unit
+from megatron_llama.train.setup.communicators import most_communicators, total_bytes
 from megatron_llama.train.setup.memory import USABLE, MemoryPlan
 from megatron_llama.train.setup.processes import Processes
 

@@ -24,14 +24,14 @@ from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError, listing
 from megatron_llama.model.plan.chunks import GRANULARITIES
 from megatron_llama.model.presets import LLAMA_VOCABULARY
-from megatron_llama.pipeline.plan.communicators import (
+from megatron_llama.schedule import Schedule
+from megatron_llama.train.commands.common.configs import DryRunConfig
+from megatron_llama.train.setup.banner import describe_run
+from megatron_llama.train.setup.communicators import (
     describe_communicators,
     most_communicators,
     total_bytes,
 )
-from megatron_llama.schedule import Schedule
-from megatron_llama.train.commands.common.configs import DryRunConfig
-from megatron_llama.train.setup.banner import describe_run
 from megatron_llama.train.setup.deciders import CONFIGURATION, OUTPUTS, SAMPLES, ready_of
 from megatron_llama.train.setup.description import describe_config
 from megatron_llama.train.setup.draft import By, Decider, Draft, Need, refuses

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from megatron_llama.config.schema import Config
 from megatron_llama.engine.mesh import Mesh
-from megatron_llama.pipeline.plan.communicators import (
+from megatron_llama.train.setup import auto
+from megatron_llama.train.setup.communicators import (
     LOW_LATENCY,
     LOW_LATENCY_128,
     SIMPLE,
@@ -16,7 +17,6 @@ from megatron_llama.pipeline.plan.communicators import (
     most_communicators,
     total_bytes,
 )
-from megatron_llama.train.setup import auto
 from megatron_llama.train.setup.processes import Processes, RankDevice
 
 from tests.launch.test_communicators import GRIDS, built, group_of

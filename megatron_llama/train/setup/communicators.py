@@ -55,6 +55,7 @@ class Communicators:
 
     @property
     def count(self) -> int:
+        """The number of communicators."""
         return 1 if self.collective else self.links
 
     @property
