@@ -1,6 +1,7 @@
-"""What do a start, a save and a resume cost in a run of thousands of processes?
+"""What do a start, the search for a dead rank, a save, a resume and an order of samples cost in a run
+of thousands of processes?
 
-    python tools/scale.py --world 1024 4096 16384 --part save resume
+    python tools/scale.py --world 1024 4096 16384 --part start watch
 
 Each part does on one machine what single processes of such a run do, with their real plans and no
 weights, and prints seconds and bytes, rank 0's and the others'. A row says whether it was measured
@@ -22,7 +23,14 @@ from tools.processor import processor
 from tools.scaling.rows import Row, table
 
 PARTS: Mapping[str, str] = MappingProxyType(
-    {"save": "checkpoint:save", "resume": "checkpoint:resume", "one-index": "checkpoint:one_index"}
+    {
+        "start": "start:start",
+        "watch": "watch:watch",
+        "save": "checkpoint:save",
+        "resume": "checkpoint:resume",
+        "data": "data:data",
+        "one-index": "checkpoint:one_index",
+    }
 )
 """The function of each part in ``tools/scaling``: the number of processes becomes rows."""
 ON_REQUEST = ("one-index",)

@@ -40,11 +40,7 @@ from megatron_llama.checkpoint.failures import require_writable, writing
 from megatron_llama.checkpoint.folders import write_synced
 from megatron_llama.checkpoint.storage_paths import is_remote, local_folder, storage_path
 from megatron_llama.engine.comm.device import start_thread
-from megatron_llama.engine.comm.object_collectives import (
-    MEETING_SECONDS,
-    broadcast_object,
-    on_rank0,
-)
+from megatron_llama.engine.comm.object_collectives import MEETING_SECONDS, on_rank0
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.errors import LeaseError
 from megatron_llama.files import replacing
@@ -282,6 +278,7 @@ class Lease:
         self._steal = steal
         self._made: list[Path] = []
         self._own: Held | None = None
+        self._attempt: Iterator[bool] | None = None
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
         self._lost = threading.Event()
@@ -298,16 +295,26 @@ class Lease:
         """Whether rank 0 knows that the folder is another's; elsewhere false."""
         return self._lost.is_set()
 
+    def take_at_once(self) -> Held | None:
+        """Take the folder on rank 0 if no run has to be waited for, and return the lease. Otherwise
+        ``take`` goes on from here. Raises as ``take`` does."""
+        if self._save is None or self._steal:
+            return None
+        self._attempt = self._taking(self._save)
+        return self._own if next(self._attempt, None) is None else None
+
     def take(self, world: Axis) -> None:
         """Take the folder. Collective. Raises LeaseError on every rank while another run writes
         there, and CheckpointError if the folder cannot be written."""
         if self._save is None:
             return
-        taking = self._taking(self._save) if world.rank == 0 else iter(())
-        # The others must not wait in a collective for as long as rank 0 watches a count.
-        while on_rank0(lambda: next(taking, None) is not None, world):
-            continue
-        self.held = broadcast_object(self._own, world)
+        if self._attempt is None:
+            self._attempt = self._taking(self._save) if world.rank == 0 else iter(())
+        attempt = self._attempt
+        waits = True
+        while waits:
+            # The others must not wait in a collective for as long as rank 0 watches a count.
+            waits, self.held = on_rank0(lambda: (next(attempt, None) is not None, self._own), world)
 
     def require(self) -> None:
         """Raise LeaseError if the folder is another's, and CheckpointError if that cannot be seen.

@@ -84,8 +84,9 @@ class Saver:
 
     Only rank 0 knows of values that are not finite until the ranks have agreed on them, which they
     do in ``save`` and ``finish``. Results of this class follow from that agreement, apart from
-    ``failed`` and ``found_refusal``. Raises CheckpointError or DataError on every rank when nothing
-    can be written to --save: at the start, not at the first save."""
+    ``failed`` and ``found_refusal``. It is made without messages: CheckpointError or DataError are
+    raised on rank 0 when nothing can be written to --save, at the start and not at the first
+    save."""
 
     def __init__(
         self,
@@ -130,8 +131,8 @@ class Saver:
         self._error: CheckpointError | None = None
         if self._folder is not None:
             target = self._folder / TOKENIZER
-            with raise_on_all_ranks(mesh.world), writing(target):
-                if mesh.rank == 0:
+            if mesh.rank == 0:
+                with writing(target):
                     # Another run may have taken the folder while the weights were loaded.
                     if lease is not None:
                         lease.require()

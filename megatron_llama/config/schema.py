@@ -631,8 +631,9 @@ class DataConfig:
     while the run trains on it: a folder, a pattern or a URL of `.jsonl` or `.parquet` files. PREFIX
     may be a URL, too, such as `s3://bucket/docs`: then the blocks are read that samples need."""
     data_cache_path: str | None = option(None, changes="nothing", small=OWN_TEXT)
-    """Folder on a disk of this machine that keeps the tokens of examples, and blocks of datasets
-    behind a URL. Runs share it. Default: `~/.cache/megatron_llama/data`."""
+    """Folder on a disk of this machine that keeps the tokens of examples, blocks of datasets behind
+    a URL, and orders of `--megatron-data-order`, which its processes share. Runs share it, too.
+    Default: `~/.cache/megatron_llama/data`."""
     data_cache_gib: float = option(64.0, changes="nothing", small=OWN_TEXT)
     """GiB of blocks that this folder holds at most: what was not used for longest goes."""
     split: str = option("969,30,1", small=OWN_TEXT, draws=("80,20,0", "50,30,20", "100,0,0"))

@@ -251,8 +251,10 @@ class IndexedDataset:
     @cached_property
     def sequences_are_documents(self) -> bool:
         """Whether each document has one sequence."""
-        return self._documents.size == self._lengths.size + 1 and bool(
-            np.all(np.diff(self._documents) == 1)
+        documents = self._documents
+        blocks = range(0, self._lengths.size, _CHECKED)
+        return documents.size == self._lengths.size + 1 and all(
+            bool(np.all(np.diff(documents[first : first + _CHECKED + 1]) == 1)) for first in blocks
         )
 
     @property
@@ -260,6 +262,10 @@ class IndexedDataset:
         """Tokens in each document, int64 [num_documents]."""
         starts = np.append(self._pointers // self.dtype.itemsize, self.num_tokens)
         return np.diff(starts[self._documents])
+
+    def lengths_digest(self, start: int, stop: int) -> str:
+        """Return a digest of the lengths of the documents in [start, stop), each one sequence."""
+        return hashlib.sha256(self._lengths[start:stop].data).hexdigest()
 
     def document_start(self, document: int) -> int:
         """Return the stream position of a document's first token; for ``num_documents`` that is the

@@ -25,6 +25,7 @@ from megatron_llama.data.loader import (
     reads_remotely,
     side_by_side,
 )
+from megatron_llama.data.shared_order import Arrays, shared_arrays
 from megatron_llama.data.stream import TokenStream, normalized
 from megatron_llama.errors import DataError
 
@@ -33,6 +34,12 @@ SURPLUS = 0.005
 (``mid_level_dataset_surplus``). They change the order, because all are shuffled."""
 SEPARATE_BELOW = 0.80
 """The last epoch is shuffled by itself where less than this share of it is read."""
+LARGEST_NUMBER = 2**31 - 1
+"""Documents of a dataset that int32 can number."""
+PLACE_BYTES = 12
+"""Bytes that a document of an epoch takes in an order: its number and its end."""
+BLEND_BYTES = 10
+"""Bytes that a sample of a blend takes: its dataset and its number there."""
 DOCUMENT_BYTES, SAMPLE_BYTES = 28, 8
 """What a document of an epoch and a sample take while the order is made: a number, a length and two
 ends; a number and its place."""
@@ -52,14 +59,17 @@ def shuffled_documents(
     return order
 
 
+def sample_dtype(samples: int) -> np.dtype[Any]:
+    """Return the kind of integers with which Megatron numbers so many samples."""
+    return np.dtype(np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64)
+
+
 def shuffled_samples(
     first: int, samples: int, random: np.random.RandomState
 ) -> NDArray[np.integer[Any]]:
     """Return the samples in the order in which they are read: the ``first`` ones, then the others
     up to ``samples``, each part shuffled."""
-    dtype: np.dtype[Any] = np.dtype(
-        np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64
-    )
+    dtype = sample_dtype(samples)
     before = np.arange(first, dtype=dtype)
     random.shuffle(before)
     behind = np.arange(first, samples, dtype=dtype)
@@ -72,15 +82,22 @@ class MegatronStream(TokenStream):
     """The documents in [start, stop) of a dataset as the samples of Megatron's GPTDataset: sample i
     is the one that Megatron reads at position i.
 
-    It holds 12 bytes for each document of each epoch, and 4 for each sample."""
+    It takes 12 bytes for each document of each epoch, and 4 for each sample: in a file that the
+    processes of a machine share (``shared_order.py``), unless that would be a small one."""
 
     def __init__(
-        self, stream: TokenStream, *, seed: int, num_samples: int | None, most_bytes: int
+        self,
+        stream: TokenStream,
+        *,
+        seed: int,
+        num_samples: int | None,
+        most_bytes: int,
+        cache: str | None,
     ) -> None:
         """``stream`` has the documents in file order, ``seed`` is Megatron's --seed.
         ``num_samples`` is the number that the run takes of this dataset; with None it is read once.
-        Raises DataError if documents have several sequences, and where the order would take more
-        than ``most_bytes``."""
+        ``cache`` is --data-cache-path. Raises DataError if documents have several sequences, and
+        where making the order would take more than ``most_bytes``."""
         dataset = stream.dataset
         documents = stream.documents
         seq_length = stream.seq_length
@@ -93,6 +110,14 @@ class MegatronStream(TokenStream):
                 got="documents of several sequences",
                 expected="one sequence a document, as for Megatron's GPT",
                 do="preprocess it without --split-sentences",
+            )
+        if documents[1] > LARGEST_NUMBER:
+            raise DataError(
+                f"--megatron-data-order: {dataset.prefix}.idx",
+                got=f"{documents[1]:,} documents",
+                expected=f"at most {LARGEST_NUMBER:,}: Megatron numbers them in 32 bits, and its "
+                "numbers overflow",
+                do="divide the dataset, and give its parts as a blend",
             )
         tokens = self.num_tokens
         per_epoch = max(0, (tokens - 1) // seq_length)
@@ -108,21 +133,39 @@ class MegatronStream(TokenStream):
             first = before_last if last_apart else samples
         count = epochs * (documents[1] - documents[0])
         needed = DOCUMENT_BYTES * count + SAMPLE_BYTES * samples
-        if needed > most_bytes:
-            raise DataError(
-                f"--megatron-data-order: {dataset.prefix}",
-                got=f"an order of {count:,} documents and {samples:,} samples, {needed / 1e9:,.1f} "
-                "GB in each process",
-                expected=f"at most {most_bytes / 1e9:,.1f} GB, its share of the free memory",
-                do="start fewer processes on a machine, train for fewer iterations, or leave "
-                "--megatron-data-order out: the order of this package takes no memory",
-            )
-        random = np.random.RandomState(seed)
-        numbers = np.arange(*documents, dtype=np.int32)
-        self._documents = shuffled_documents(numbers, epochs, random, last_apart=last_apart)
-        self._samples = shuffled_samples(first, samples, random)
-        lengths = dataset.lengths[slice(*documents)]
-        self._ends = np.cumsum(lengths[self._documents - documents[0]], dtype=np.int64)
+
+        def make() -> Arrays:
+            if needed > most_bytes:
+                raise DataError(
+                    f"--megatron-data-order: {dataset.prefix}",
+                    got=f"an order of {count:,} documents and {samples:,} samples, "
+                    f"{needed / 1e9:,.1f} GB while it is made",
+                    expected=f"at most {most_bytes / 1e9:,.1f} GB, the free memory",
+                    do="free memory, train for fewer iterations, or leave --megatron-data-order "
+                    "out: the order of this package takes no memory",
+                )
+            random = np.random.RandomState(seed)
+            numbers = np.arange(*documents, dtype=np.int32)
+            mixed = shuffled_documents(numbers, epochs, random, last_apart=last_apart)
+            order = shuffled_samples(first, samples, random)
+            lengths = dataset.lengths[slice(*documents)]
+            return mixed, order, np.cumsum(lengths[mixed - documents[0]], dtype=np.int64)
+
+        self._documents, self._samples, self._ends = shared_arrays(
+            f"--megatron-data-order: {dataset.prefix}",
+            cache,
+            {
+                "documents": list(documents),
+                "lengths": dataset.lengths_digest(*documents),
+                "epochs": epochs,
+                "last epoch apart": last_apart,
+                "samples": [first, samples],
+                "seq_length": seq_length,
+                "seed": seed,
+            },
+            PLACE_BYTES * count + sample_dtype(samples).itemsize * samples,
+            make,
+        )
 
     def __len__(self) -> int:
         """Return the number of samples that Megatron's index has: at least those asked for."""
@@ -179,26 +222,41 @@ def blended_places(weights: Sequence[float], samples: int) -> NDArray[np.int16]:
 
 
 class MegatronBlend:
-    """The samples of several datasets in the order of Megatron's BlendedDataset. It holds ten bytes
-    for each sample."""
+    """The samples of several datasets in the order of Megatron's BlendedDataset. It takes ten bytes
+    for each sample, in a file as for ``MegatronStream``."""
 
-    def __init__(self, parts: Sequence[Samples], weights: Sequence[float], samples: int) -> None:
-        """``weights`` are normalized here. Raises DataError where the blend takes more of a dataset
-        than its index has, as Megatron does."""
+    def __init__(
+        self, parts: Sequence[Samples], weights: Sequence[float], samples: int, cache: str | None
+    ) -> None:
+        """``weights`` are normalized here. ``cache`` is --data-cache-path. Raises DataError where
+        the blend takes more of a dataset than its index has, as Megatron does."""
         self._parts = tuple(parts)
-        self._places = blended_places(normalized(weights), samples)
-        self._numbers = np.zeros(samples, np.int64)
-        for place, part in enumerate(self._parts):
-            (mine,) = np.nonzero(self._places == place)
-            if len(mine) > len(part):
+        shares = normalized(weights)
+
+        def make() -> Arrays:
+            places = blended_places(shares, samples)
+            numbers = np.zeros(samples, np.int64)
+            for place in range(len(shares)):
+                (mine,) = np.nonzero(places == place)
+                numbers[mine] = np.arange(len(mine))
+            return places, numbers, np.bincount(places, minlength=len(shares))
+
+        self._places, self._numbers, counts = shared_arrays(
+            "--megatron-data-order",
+            cache,
+            {"blend": shares, "samples": samples},
+            BLEND_BYTES * samples,
+            make,
+        )
+        for place, (part, count) in enumerate(zip(self._parts, counts.tolist(), strict=True)):
+            if count > len(part):
                 raise DataError(
                     f"--megatron-data-order: dataset {place} of --data-path",
-                    got=f"{len(mine):,} samples in the blend",
+                    got=f"{count:,} samples in the blend",
                     expected=f"at most the {len(part):,} that Megatron makes of it (Megatron "
                     "refuses this, too)",
                     do="change the weights or the length of the run",
                 )
-            self._numbers[mine] = np.arange(len(mine))
 
     def __len__(self) -> int:
         return len(self._places)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from megatron_llama.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
+from megatron_llama.data import megatron_order
 from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron_llama.data.megatron_order import blended_places
 from megatron_llama.data.stream import megatron_split, normalized
@@ -177,6 +178,18 @@ def test_another_length_of_the_run_is_another_order(prefixes: dict[str, str]) ->
     before, now = (stream_samples(our_config([prefixes["web"]], "100,0,0", 32, 1, steps, 2), TRAINING, eod=None) for steps in (19, 60))
     assert sample_changes(before.identity(), now.identity()) == "samples in Megatron's order 56, now 140"
     assert list(data_changes({"training": {"seed": 1, "seq_length": 32}}, Config(training=TrainingConfig(seed=1, seq_length=32)))) == []
+
+
+def test_more_documents_than_megatron_can_number(prefixes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy would number them from the smallest negative one on, in silence."""
+    documents = len(LENGTHS["web"])
+    config = our_config([prefixes["web"]], "100,0,0", 32, 1, 19, 2)
+    monkeypatch.setattr(megatron_order, "LARGEST_NUMBER", documents)
+    stream_samples(config, TRAINING, eod=None)
+    monkeypatch.setattr(megatron_order, "LARGEST_NUMBER", documents - 1)
+    with pytest.raises(DataError) as error:
+        stream_samples(config, TRAINING, eod=None)
+    assert refused(error.value).got == f"{documents} documents"
 
 
 def test_an_order_that_memory_cannot_hold_is_refused_before_it_is_made(prefixes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from megatron_llama.checkpoint.model_folders.hf.reader import HFWeights
 from megatron_llama.checkpoint.model_folders.hf.writer import export_hf
 from megatron_llama.cli import main
 from megatron_llama.errors import CheckpointError
-from megatron_llama.train.run import build
+from megatron_llama.train.setup import deciders
 
 from tests.checkpoint.model_folders.test_hf import written
 from tests.e2e.product import EVALUATED, SHAPELESS, VOCAB_SIZE, Product, contents, copy_tokens, words
@@ -146,7 +146,7 @@ def test_a_refusal_that_only_the_run_knows_is_noticed(product: Product, monkeypa
     def refuse(*inputs: object) -> None:
         raise CheckpointError("moon", got="full", expected="new", do="wait")
 
-    monkeypatch.setattr(build, "read_first_step", refuse)
+    monkeypatch.setattr(deciders, "read_first_step", refuse)
     with pytest.raises(RehearsalError, match="the run: moon: got full"):
         main(product.command())
     assert {"pretrain", "sft", "align"} == set(TRAINING)

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import inf
 
 from megatron_llama.checkpoint import checkpoint_dir
@@ -16,7 +17,7 @@ from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig, Config, ParallelConfig, TrainingConfig
 from megatron_llama.config.sections import config_sections
 from megatron_llama.engine.comm import device as devices
-from megatron_llama.engine.comm.object_collectives import on_rank0
+from megatron_llama.engine.comm.object_collectives import on_rank0, raise_on_all_ranks
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.errors import ConfigError
 from megatron_llama.launch.join import join, this_place
@@ -33,15 +34,17 @@ from megatron_llama.train.run.build import open_run
 from megatron_llama.train.run.callbacks import Callback
 from megatron_llama.train.run.loop import train as run_steps
 from megatron_llama.train.run.result import TrainResult
+from megatron_llama.train.setup.build import read_first_step
 from megatron_llama.train.setup.deciders import (
     CONFIGURATION,
+    FIRST_STEP,
     OUTPUTS,
     SAMPLES,
     TEXT,
     WORDS,
     ready_of,
 )
-from megatron_llama.train.setup.draft import Decider, Draft
+from megatron_llama.train.setup.draft import By, Decider, Draft, Need, decides, refuses
 from megatron_llama.train.setup.driver import decide
 from megatron_llama.train.setup.flash3 import chosen_flash
 from megatron_llama.train.setup.inputs import Ready
@@ -164,11 +167,14 @@ def run_training(
         in_background(place, wanted=forks) as background,
     ):
         follower.begin()
-        deciders = (*reads, *SAMPLES, *OUTPUTS)
+        first = FIRST_STEP if complete is None else ()
+        deciders = (*reads, *SAMPLES, *OUTPUTS, *first)
         with set_up(parsed, place, deciders, lease, needs_data=needs_data) as (draft, mesh):
             ready = ready_of(draft)
             if complete is not None:
                 ready = complete(ready, mesh)
+                with raise_on_all_ranks(mesh.world):
+                    read_first_step(ready, (mesh.data_rank,), mesh.data_size)
             with open_run(
                 ready, mesh, background=background, lease=lease, callbacks=callbacks
             ) as built:
@@ -198,21 +204,24 @@ def set_up(
             decide(Draft(parsed, unmet_processes(place), needs_data), WORDS)
         world, device = join(parallel, place, watch)
         begun = Draft(parsed, launched_processes(place, world), needs_data)
-        save = parsed.get(CheckpointConfig).save if lease is not None else None
-        present = on_rank0(lambda: saved_in(save), world)
-        draft = decide(begun, configuration)
-        if lease is not None:
-            # A run that cannot begin takes the folder from no other run: all problems are refused
-            # before.
-            lease.take(world)
-            if on_rank0(lambda: saved_in(save), world) != present:
-                # The earlier run has saved meanwhile, and this one goes on from there.
-                draft = decide(begun, configuration)
+        every = (*configuration, *deciders)
+        save = parsed.get(CheckpointConfig).save
+        if lease is None or save is None:
+            draft = decide(begun, every)
+        else:
+            present: list[tuple[str, ...]] = []
+            draft = decide(begun, guarded(every, lease, save, present))
+            lease.held = draft.held
+            if draft.held is None:
+                # A run that cannot begin takes the folder from no other run: all problems are
+                # refused before.
+                lease.take(world)
+                if on_rank0(lambda: [saved_in(save)] != present, world):
+                    # The earlier run has saved meanwhile, and this one goes on from there.
+                    draft = decide(begun, every)
         if world.rank == 0:
             notes = lease.notes if lease is not None else ()
             _print_lines((*notes, *draft.notes), draft.warnings)
-        known = draft
-        draft = decide(draft, deciders)
         config = draft.config
         mesh = build_mesh(
             config,
@@ -223,16 +232,32 @@ def set_up(
             world=world,
         )
         if mesh.rank == 0:
-            warnings = (*draft.warnings[len(known.warnings) :], *_slow_choices(config, mesh, place))
-            _print_lines(draft.notes[len(known.notes) :], warnings)
+            _print_lines((), _slow_choices(config, mesh, place))
         with chosen_flash(config.training, device, world):
             yield draft, mesh
 
 
-def saved_in(save: str | None) -> tuple[str, ...]:
+def guarded(
+    deciders: Sequence[Decider], lease: Lease, save: str, present: list[tuple[str, ...]]
+) -> Sequence[Decider]:
+    """Return the deciders between two that keep other runs out of ``save``. On rank 0 ``present``
+    gets what is ``saved_in`` it before. If they leave no lease in the draft, the folder is another
+    run's, or has been until now."""
+
+    @refuses(needs=Need.FILES, by=By.RANK_0)
+    def note_checkpoints(draft: Draft) -> None:
+        present.append(saved_in(save))
+
+    @decides("held", needs=Need.MACHINE, by=By.RANK_0)
+    def take_folder(draft: Draft) -> Draft:
+        held = lease.take_at_once()
+        return replace(draft, held=held if [saved_in(save)] == present else None)
+
+    return (note_checkpoints, *deciders, take_folder)
+
+
+def saved_in(save: str) -> tuple[str, ...]:
     """Return the names of a folder's checkpoints, first the one from which a run would go on."""
-    if save is None:
-        return ()
     latest = checkpoint_dir.latest(save)
     return (str(latest), *map(str, checkpoint_dir.complete(save).values()))
 

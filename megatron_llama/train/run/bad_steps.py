@@ -34,7 +34,6 @@ from megatron_llama.checkpoint.saver import RefusedSave
 from megatron_llama.checkpoint.storage_paths import local_folder
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.schema import Config
-from megatron_llama.engine.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.errors import TrainingError, describe
 from megatron_llama.files import replacing
@@ -86,7 +85,7 @@ class BadSteps:
     ranks' flags to skip an update, so all ranks decide the same."""
 
     def __init__(self, config: Config, mesh: Mesh, log: MetricLog, history: History) -> None:
-        """Raises CheckpointError, on every rank, if ``skipped.jsonl`` cannot be written."""
+        """Raises CheckpointError, on rank 0, if ``skipped.jsonl`` cannot be written."""
         self._training = config.training
         self._clips = config.optimizer.clip_grad > 0
         self._log = log
@@ -107,8 +106,7 @@ class BadSteps:
         """The iteration of the last save that was not kept."""
         self._losses = self._window(history)
         self._limit = torch.tensor(math.nan, dtype=torch.float64, device=self._device)
-        with raise_on_all_ranks(mesh.world):
-            self._write_file()
+        self._write_file()
 
     def _window(self, history: History) -> Tensor:
         """Return the losses of the last good steps, newest last. If there are too few, the rest is

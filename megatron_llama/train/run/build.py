@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,13 +44,12 @@ from megatron_llama.train.setup.build import (
     find_not_finite_at_start,
     load_or_init,
     open_log,
-    read_first_step,
     warn_of_start,
 )
 from megatron_llama.train.setup.facts import run_facts
 from megatron_llama.train.setup.inputs import Ready
 from megatron_llama.train.setup.start import folder_from_elsewhere
-from megatron_llama.train.setup.weight_check import begin_weight_check
+from megatron_llama.train.setup.weight_check import begin_own_share
 
 if TYPE_CHECKING:
     from megatron_llama.checkpoint.model_folders.export import FinalExport
@@ -84,8 +84,6 @@ def open_run(
     UserError, the same on every rank."""
     started = time.monotonic()
     config = inputs.config
-    with raise_on_all_ranks(mesh.world):
-        read_first_step(inputs, (mesh.data_rank,), mesh.data_size)
     if mesh.rank == 0:
         described = describe_run(inputs, mesh.world.size, name_device(config, mesh.device))
         for subject, words in described.items():
@@ -117,27 +115,35 @@ def open_run(
         with mesh.recorder.outside_steps("loading the weights"):
             # Training begins before all files are compared. Saves wait for the comparison, for a
             # time.
-            weights_folder = folder_from_elsewhere(config.checkpoint, inputs.start)
+            folder = folder_from_elsewhere(config.checkpoint, inputs.start)
             weight_check = stack.enter_context(
-                begin_weight_check(weights_folder, mesh.world, in_background=True)
+                begin_own_share(
+                    Path(folder) if folder is not None else None,
+                    inputs.listed,
+                    [(shown.weights, shown.local_rank) for shown in inputs.seen],
+                    mesh.world,
+                    in_background=True,
+                )
             )
             begin = partial(load_or_init, config, optimizer, mesh, inputs.start)
             state = begin()
             not_finite = find_not_finite_at_start(config, optimizer, mesh, inputs.start)
         # From here on the run writes to --save. Nothing above writes there, so that a run that
         # cannot start leaves the folder as it was.
-        saver = Saver(
-            config,
-            mesh,
-            optimizer,
-            inputs.tokenizer,
-            background,
-            inputs.identity,
-            inputs.carried,
-            lease,
-            begins_finite=not not_finite,
-        )
-        log = stack.enter_context(open_log(config, mesh, state))
+        with raise_on_all_ranks(mesh.world):
+            saver = Saver(
+                config,
+                mesh,
+                optimizer,
+                inputs.tokenizer,
+                background,
+                inputs.identity,
+                inputs.carried,
+                lease,
+                begins_finite=not not_finite,
+            )
+            log = stack.enter_context(open_log(config, mesh, state))
+            bad_steps = BadSteps(config, mesh, log, state.history)
         if lease is not None:
             lease.tell_loss(log.abandon)
         facts = run_facts(inputs, mesh)
@@ -153,7 +159,6 @@ def open_run(
             gc.freeze()
             stack.callback(gc.unfreeze)
 
-        bad_steps = BadSteps(config, mesh, log, state.history)
         course = Course(state, bad_steps.is_last)
         users = Callbacks(callbacks, course, mesh.recorder)
         progress = Progress(config, mesh, log, bad_steps, course, inputs.names)
@@ -175,7 +180,7 @@ def open_run(
             weight_check=weight_check,
             callbacks=users,
         )
-        data_files = stack.enter_context(DataFiles(config, mesh, log))
+        data_files = stack.enter_context(DataFiles(config, mesh, inputs.seen, log))
         tracing = tuple(
             stack.enter_context(tracer)
             for tracer in _tracing(config, mesh, log, optimizer.settle, progress.restart_clock)

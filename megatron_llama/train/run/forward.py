@@ -22,7 +22,9 @@ def evaluate_only(config: Config, mesh: Mesh, start: Start | None, source: Sourc
     """Print the loss of ``start``, or of a HuggingFace folder, on the validation split."""
     samples = open_samples(source, config, VALIDATION, mesh.world)
     runtime, state = forward_runtime(config, mesh, start)
-    with open_log(config, mesh, state) as log:
+    with raise_on_all_ranks(mesh.world):
+        opened = open_log(config, mesh, state)
+    with opened as log:
         Evaluator(config, mesh, runtime, samples).measure(state, log, in_curve=True)
 
 

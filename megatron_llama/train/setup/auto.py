@@ -10,9 +10,21 @@ from megatron_llama.engine.plan.buckets import AUTO, BY_TRAFFIC
 from megatron_llama.engine.plan.memory import sized
 from megatron_llama.model.plan.params import partition_of
 from megatron_llama.pipeline.plan.run_engine import by_unit
+from megatron_llama.train.setup.communicators import most_communicators, total_bytes
 from megatron_llama.train.setup.memory import USABLE, MemoryPlan
+from megatron_llama.train.setup.processes import Processes
 
 FEWEST_SLOTS = 2
+
+
+def decide_on_devices(config: Config, processes: Processes) -> tuple[Config, tuple[str, ...]]:
+    """Do as ``decide`` for the memory of all processes. On GPUs ``auto`` leaves a share of it free,
+    and more if NCCL takes more for its communicators."""
+    memory = processes.memory
+    if not processes.devices[0].host:
+        taken = total_bytes(most_communicators(config, processes.count))
+        memory = min(memory, int((memory - taken) / USABLE))
+    return decide(config, processes.count, memory)
 
 
 def decide(config: Config, world_size: int, memory: int) -> tuple[Config, tuple[str, ...]]:

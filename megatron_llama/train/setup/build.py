@@ -14,6 +14,7 @@ from megatron_llama.checkpoint.finite import (
     find_all_not_finite,
     merge_not_finite,
 )
+from megatron_llama.checkpoint.listed_files import ListedFile
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.model_folders.formats import hf_weights
 from megatron_llama.checkpoint.saver import WARN
@@ -24,11 +25,7 @@ from megatron_llama.config.schema import Config, TrainingConfig
 from megatron_llama.data.loader import Batch, BatchLoader, Samples
 from megatron_llama.data.stream_places import text_streams
 from megatron_llama.data.verification import DatasetCheck, seen_files, share_of
-from megatron_llama.engine.comm.object_collectives import (
-    all_gather_object,
-    broadcast_object,
-    raise_on_all_ranks,
-)
+from megatron_llama.engine.comm.object_collectives import all_gather_object, raise_on_all_ranks
 from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, WeightSource
 from megatron_llama.engine.pieces import shard_pieces
@@ -38,8 +35,10 @@ from megatron_llama.metrics.events import FAULT, tracked_runs
 from megatron_llama.metrics.log import LINES, MetricLog, MetricLogger
 from megatron_llama.metrics.trackers import Tracker, open_trackers
 from megatron_llama.model.init import InitialWeights, WithAdapters
+from megatron_llama.train.setup.draft import Shown
 from megatron_llama.train.setup.inputs import Ready, resumes
 from megatron_llama.train.setup.start import Start, weights_of
+from megatron_llama.train.setup.weight_check import identity
 
 
 def build_loader(
@@ -61,14 +60,23 @@ def build_loader(
     )
 
 
-def check_datasets(config: Config, mesh: Mesh, say: Callable[[str], None]) -> DatasetCheck:
+def show_files(config: Config, listed: Sequence[ListedFile]) -> Shown:
+    """Return what this rank shows the others of its files. ``listed``: those of its weights."""
+    return Shown(identity(listed), seen_files(_compared_datasets(config)), this_place().local_rank)
+
+
+def check_datasets(
+    config: Config, rank: int, seen: Sequence[Shown], say: Callable[[str], None]
+) -> DatasetCheck:
     """Begin to compare the files of --data-path with their sums, on one rank of each machine.
-    Machines that share a disk share the work; the other ranks have a check that finds nothing.
-    Collective."""
-    reads = this_place().local_rank == 0
-    prefixes = read_blend(config.data.data_path).prefixes if reads else ()
-    seen = all_gather_object(seen_files(prefixes), mesh.world)
-    return DatasetCheck(prefixes, share=share_of(mesh.rank, seen), say=say)
+    Machines that share a disk share the work; the other ranks have a check that finds nothing."""
+    share = share_of(rank, [shown.samples for shown in seen])
+    return DatasetCheck(_compared_datasets(config), share=share, say=say)
+
+
+def _compared_datasets(config: Config) -> Sequence[str]:
+    first_of_machine = this_place().local_rank == 0
+    return read_blend(config.data.data_path).prefixes if first_of_machine else ()
 
 
 class ValidationBatches:
@@ -175,10 +183,11 @@ def find_not_finite_at_start(
     """Return the loaded tensors with values that are infinite or NaN, the same on all ranks.
     Collective. Raises CheckpointError.
 
-    Tensors of a checkpoint whose save has looked for such values are not searched again."""
-    with raise_on_all_ranks(mesh.world):
-        marked = _marked_at_start(config, start) if mesh.rank == 0 else None
-    marked = broadcast_object(marked, mesh.world)
+    Neither weights drawn from the seed nor tensors of a checkpoint whose save has looked for such
+    values are searched."""
+    if start is None and config.checkpoint.init_from_hf is None:
+        return ()
+    marked = _marked_at_start(config, start)  # all ranks have the start that rank 0 has found
     if marked is not None:
         return marked
     optimizer.settle()
@@ -226,13 +235,13 @@ def _require_one_commit(folder: str, world: Axis) -> None:
 
 
 def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:
-    """Open the log of this run, which rank 0 writes. Collective. Raises CheckpointError if the log
-    cannot be written."""
+    """Open the log of this run, which rank 0 writes. Raises CheckpointError there if the log cannot
+    be written."""
     folder = local_folder(config.checkpoint.save) if config.checkpoint.save is not None else None
     loggers = list[MetricLogger]()
     trackers = list[Tracker]()
     lines = list[str]()
-    with raise_on_all_ranks(mesh.world), writing(Path(config.log.tensorboard_dir or ".")):
+    with writing(Path(config.log.tensorboard_dir or ".")):
         if mesh.rank == 0 and config.log.open_metrics is not None:
             # Only the rank that serves loads the server.
             from megatron_llama.metrics.open_metrics import OpenMetrics
@@ -241,7 +250,7 @@ def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:
         if mesh.rank == 0:
             known = {} if folder is None else tracked_runs(folder)
             trackers, lines = open_trackers(config, state.iteration, known)
-    with raise_on_all_ranks(mesh.world), writing(folder or Path(".")):
+    with writing(folder or Path(".")):
         log = MetricLog(
             folder,
             prints=mesh.rank == 0,

@@ -19,10 +19,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from megatron_llama.checkpoint.storage_paths import is_remote
 from megatron_llama.config.schema import CheckpointConfig, DataConfig, LogConfig, ModelConfig
 from megatron_llama.config.sections import config_sections
+from megatron_llama.config.world import dp_size
+from megatron_llama.data.loader import found_files
 from megatron_llama.data.stream_places import seek
 from megatron_llama.engine.offload_options import OffloadConfig
 from megatron_llama.engine.plan.buckets import AUTO
@@ -30,6 +33,7 @@ from megatron_llama.errors import CheckpointError, ConfigError, listing
 from megatron_llama.hooks import layouts
 from megatron_llama.metrics.trackers import REQUIRED, require_tracker
 from megatron_llama.registry import imported
+from megatron_llama.train.setup.build import read_first_step, show_files
 from megatron_llama.train.setup.carried_files import carried_files
 from megatron_llama.train.setup.checks.model import require_language_model
 from megatron_llama.train.setup.checks.ranges import value_problems
@@ -41,7 +45,7 @@ from megatron_llama.train.setup.inputs import (
     Reading,
     Ready,
     first_state,
-    open_samples,
+    refuse_other_files,
     require_outputs,
     require_saveable,
     require_weights,
@@ -55,6 +59,7 @@ from megatron_llama.train.setup.resolve import assemble, check
 from megatron_llama.train.setup.start import (
     compare,
     find_start,
+    folder_from_elsewhere,
     loaded_model,
     refuse_other_words,
     require_new_folder,
@@ -63,6 +68,7 @@ from megatron_llama.train.setup.start import (
     with_pad_embedding_as_before,
 )
 from megatron_llama.train.setup.vocabulary import find_vocabulary, with_vocabulary
+from megatron_llama.train.setup.weight_check import files_of_weights
 
 
 @refuses(needs=Need.WORDS, by=By.EACH_RANK)
@@ -222,9 +228,8 @@ def decide_by_device_memory(draft: Draft) -> Draft:
     if AUTO not in open_choices:
         return draft
     # Only such a run computes its memory, and loads the plan.
-    decide = imported("train.setup.auto:decide")
-    processes = draft.processes
-    config, notes = decide(draft.config, processes.count, processes.memory)
+    decide = imported("train.setup.auto:decide_on_devices")
+    config, notes = decide(draft.config, draft.processes)
     return replace(draft, config=config, notes=(*draft.notes, *notes))
 
 
@@ -243,12 +248,23 @@ def read_text(draft: Draft) -> Draft:
     return replace(draft, reading=Reading(source, vocabulary.tokenizer))
 
 
-@decides("training", needs=Need.FILES, by=By.ALL_TOGETHER)
+@decides("training", needs=Need.FILES, by=By.EACH_RANK)
 def open_training(draft: Draft) -> Draft:
-    """Open the training samples on all ranks."""
-    world = draft.processes.world
-    training = open_samples(draft.reading.source, draft.config, TRAINING, world)
-    return replace(draft, training=training)
+    """Open the training samples. Each rank looks for itself: a file may be replaced meanwhile, or
+    differ between machines."""
+    return replace(draft, training=draft.reading.source(draft.config, TRAINING))
+
+
+@decides("files_of_rank_0", needs=Need.SAMPLES, by=By.RANK_0)
+def note_training_files(draft: Draft) -> Draft:
+    """Note the files of the training samples, as rank 0 sees them."""
+    return replace(draft, files_of_rank_0=tuple(found_files(draft.training)))
+
+
+@refuses(needs=Need.SAMPLES, by=By.EACH_RANK)
+def refuse_other_training(draft: Draft) -> None:
+    """Raise DataError unless this rank sees rank 0's files of training samples."""
+    refuse_other_files(found_files(draft.training), draft.files_of_rank_0)
 
 
 @decides("identity", "state", "notes", needs=Need.SAMPLES, by=By.RANK_0)
@@ -268,14 +284,27 @@ def decide_length(draft: Draft) -> Draft:
     return replace(draft, config=config, notes=(*draft.notes, *notes))
 
 
-@decides("validation", needs=Need.FILES, by=By.ALL_TOGETHER)
+@decides("validation", needs=Need.FILES, by=By.EACH_RANK)
 def open_validation(draft: Draft) -> Draft:
-    """Open the samples of evaluations on all ranks, if the run has evaluations."""
+    """Open the samples of evaluations, if the run has evaluations."""
     validation = None
     if draft.config.training.eval_interval:
-        world = draft.processes.world
-        validation = open_samples(draft.reading.source, draft.config, VALIDATION, world)
+        validation = draft.reading.source(draft.config, VALIDATION)
     return replace(draft, validation=validation)
+
+
+@decides("files_of_rank_0", needs=Need.SAMPLES, by=By.RANK_0)
+def note_validation_files(draft: Draft) -> Draft:
+    """Note the files of the samples of evaluations, as rank 0 sees them."""
+    files = found_files(draft.validation) if draft.validation is not None else ()
+    return replace(draft, files_of_rank_0=tuple(files))
+
+
+@refuses(needs=Need.SAMPLES, by=By.EACH_RANK)
+def refuse_other_validation(draft: Draft) -> None:
+    """Raise DataError unless this rank sees rank 0's files of evaluations."""
+    if draft.validation is not None:
+        refuse_other_files(found_files(draft.validation), draft.files_of_rank_0)
 
 
 @decides("prompts", needs=Need.FILES, by=By.EACH_RANK)
@@ -312,6 +341,24 @@ def warn_of_run(draft: Draft) -> Draft:
     return replace(draft, notes=(*draft.notes, *lines))
 
 
+@decides("listed", "shown", needs=Need.FILES, by=By.EACH_RANK)
+def look_at_files(draft: Draft) -> Draft:
+    """List the files that are compared with their sums while the run trains. The ranks that share a
+    disk share them out, as soon as each knows what the others see."""
+    folder = folder_from_elsewhere(draft.config.checkpoint, draft.start)
+    listed = files_of_weights(Path(folder) if folder is not None else None)
+    return replace(draft, listed=listed, shown=show_files(draft.config, listed))
+
+
+@refuses(needs=Need.SAMPLES, by=By.EACH_RANK)
+def refuse_unreadable_samples(draft: Draft) -> None:
+    """Raise DataError if this rank cannot read its samples until the first step."""
+    size = dp_size(draft.config, draft.processes.count)
+    parallel = draft.config.parallel
+    inner = parallel.context_parallel_size * parallel.tensor_model_parallel_size
+    read_first_step(ready_of(draft), (draft.processes.world.rank // inner % size,), size)
+
+
 @refuses(needs=Need.MACHINE, by=By.RANK_0)
 def refuse_unwritable_outputs(draft: Draft) -> None:
     """Raise UserError unless the run can write where its options say."""
@@ -335,6 +382,8 @@ def ready_of(draft: Draft) -> Ready:
         reading.objective,
         reading.names,
         draft.carried,
+        draft.listed,
+        [shown for shown in draft.seen if shown is not None],
     )
 
 
@@ -372,16 +421,24 @@ TEXT = (read_text,)
 
 SAMPLES = (
     open_training,
+    note_training_files,
+    refuse_other_training,
     decide_position,
     decide_length,
     open_validation,
+    note_validation_files,
+    refuse_other_validation,
     decide_prompts,
     refuse_incomplete_weights,
     refuse_unsavable_run,
     decide_carried,
     warn_of_run,
+    look_at_files,
 )
 """From a configuration and a command's inputs to a run."""
+
+FIRST_STEP = (refuse_unreadable_samples,)
+"""What only the run itself does: a dry run reads the samples of all its ranks."""
 
 OUTPUTS = (refuse_unwritable_outputs,)
 """Refusals of outputs that cannot be written."""

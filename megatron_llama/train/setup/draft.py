@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_llama.config.parse import Parsed
 from megatron_llama.train.setup.processes import Processes
 
 if TYPE_CHECKING:
     from megatron_llama.checkpoint.carried import Carried
+    from megatron_llama.checkpoint.lease import Held
+    from megatron_llama.checkpoint.listed_files import ListedFile
     from megatron_llama.checkpoint.meta import TrainState
     from megatron_llama.config.schema import Config, ModelConfig
     from megatron_llama.data.loader import Samples
@@ -62,6 +64,27 @@ class Draft:
     missing: tuple[str, ...] = ()
     """Things that this machine lacks, if the run would be on another: see
     ``Processes.are_here``."""
+    files_of_rank_0: tuple[tuple[str, str], ...] = ()
+    """Names and marks of the training samples' files, then of the others, as rank 0 sees them."""
+    held: Held | None = None
+    """The run's lease of --save, if it could be taken without waiting and if no other run has saved
+    there since the decisions began."""
+    listed: Sequence[ListedFile] = ()
+    """The files of the first weights that have sums, as this rank sees them."""
+    shown: Shown | None = None
+    """What this rank shows the others when they agree for the next time."""
+    seen: Sequence[Shown | None] = ()
+    """What each rank has shown when they agreed for the last time."""
+
+
+class Shown(NamedTuple):
+    """What a rank shows the others, so that those which share a disk share out its files."""
+
+    weights: str
+    """A digest of the files of the first weights that this rank sees."""
+    samples: str
+    """The same for the files of samples; empty if this rank compares none."""
+    local_rank: int
 
 
 class Need(Enum):

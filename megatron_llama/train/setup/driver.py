@@ -1,14 +1,16 @@
 """The walk over a list of deciders: the rank that decides, the others meanwhile, and refusals.
 
-Neighbours in the list with the same ``By`` are one group:
+Neighbours in the list with the same ``By`` are one group. Between two deciders ``ALL_TOGETHER``,
+which send messages of their own, the ranks exchange two messages, however many groups there are:
 
-                 rank 0                            every other rank
-RANK_0           decides the group in its order    waits
-                 one message: what was filled      takes it
-                 or: the refusal                   raises it, too, and says nothing
-EACH_RANK        decides                           decides
-                 all: whether any has refused      the same error, which names the first that has
-ALL_TOGETHER     as the decider says               as the decider says
+1. Rank 0 decides all groups in their order. It tells the others what the groups ``RANK_0`` have
+   filled.
+2. The others decide the groups ``EACH_RANK``, and take rank 0's fields for the groups ``RANK_0``.
+3. All ranks tell each other whether they have refused, and in which group. The first group in
+   which any rank has refused counts: all raise its error.
+
+So the error is that of ranks which agree after each group, and a job of thousands of processes does
+not wait for as many messages.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from megatron_llama.engine.comm.object_collectives import on_rank0, raise_on_all_ranks
+from megatron_llama.engine.comm.object_collectives import (
+    all_gather_object,
+    broadcast_object,
+    common_error,
+)
 from megatron_llama.errors import UserError
 from megatron_llama.train.setup.draft import By, Decider, Draft, Need
 
@@ -26,37 +32,75 @@ from megatron_llama.train.setup.draft import By, Decider, Draft, Need
 def decide(draft: Draft, deciders: Iterable[Decider]) -> Draft:
     """Return the draft with all fields that the deciders fill. Collective over the world of
     ``draft.processes``. Raises UserError, the same on every rank."""
-    for by, neighbours in groupby(deciders, key=lambda decider: decider.by):
-        group = tuple(neighbours)
-        if by is By.RANK_0:
-            draft = _by_rank_0(draft, group)
-        elif by is By.EACH_RANK:
-            draft = _by_each_rank(draft, group)
-        else:
-            draft = _in_turn(draft, group)
+    for together, neighbours in groupby(deciders, key=lambda item: item.by is By.ALL_TOGETHER):
+        draft = (_in_turn if together else _apart)(draft, tuple(neighbours))
     return draft
 
 
-def _by_rank_0(draft: Draft, group: Sequence[Decider]) -> Draft:
-    names = {"missing", *(name for decider in group for name in decider.fills)}
-
-    def filled() -> dict[str, Any]:
-        decided = _in_turn(draft, group)
-        return {name: getattr(decided, name) for name in names}
-
-    # Files of large checkpoints take long, so a rank that reads them must not count as hanging.
+def _apart(draft: Draft, deciders: Sequence[Decider]) -> Draft:
+    """Return the draft after deciders that send no messages."""
+    groups = [(by, tuple(group)) for by, group in groupby(deciders, key=lambda item: item.by)]
     world = draft.processes.world
+    filled: list[dict[str, Any]] = []
+    """The fields of each group ``RANK_0`` that rank 0 has decided."""
+    refusal: tuple[int, UserError] | None = None
+    # Files of large checkpoints take long, so a rank that reads them must not count as hanging.
     with world.recorder.outside_steps("what rank 0 decides"):
-        # If rank 0 refuses, its error is raised here on every rank. Rank 0 prints it; the others
-        # leave silently, and no earlier than rank 0 (``train/api/common/report.py``).
-        return replace(draft, **on_rank0(filled, world))
-
-
-def _by_each_rank(draft: Draft, group: Sequence[Decider]) -> Draft:
+        if world.rank == 0:
+            draft, refusal = _walk(draft, groups, filled, decides=True)
+        filled = broadcast_object(filled, world)
+    if world.rank != 0:
+        draft, refusal = _walk(draft, groups, filled, decides=False)
     # A rank that has refused waits here for the others, so that none of them waits for it later.
-    with raise_on_all_ranks(draft.processes.world):
-        draft = _in_turn(draft, group)
-    return draft
+    told = all_gather_object((refusal, draft.shown), world)
+    refusals = [(rank, *refused) for rank, (refused, _) in enumerate(told) if refused is not None]
+    if refusals:
+        first = min(group for _, group, _ in refusals)
+        _raise(
+            groups[first][0],
+            [(rank, error) for rank, group, error in refusals if group == first],
+            world.size,
+        )
+    return replace(draft, seen=tuple(shown for _, shown in told))
+
+
+def _walk(
+    draft: Draft,
+    groups: Sequence[tuple[By, Sequence[Decider]]],
+    filled: list[dict[str, Any]],
+    *,
+    decides: bool,
+) -> tuple[Draft, tuple[int, UserError] | None]:
+    """Return the draft after the groups until one refuses, and that one with its error. A rank that
+    ``decides`` appends to ``filled``; another one takes the fields from there, as far as they go.
+    """
+    known = iter(filled)
+    for number, (by, group) in enumerate(groups):
+        if by is By.RANK_0 and not decides:
+            fields = next(known, None)
+            if fields is None:
+                return draft, None  # rank 0 has refused here, or before
+            draft = replace(draft, **fields)
+            continue
+        try:
+            draft = _in_turn(draft, group)
+        except UserError as error:
+            return draft, (number, error)
+        if by is By.RANK_0:
+            names = {"missing", *(name for decider in group for name in decider.fills)}
+            filled.append({name: getattr(draft, name) for name in names})
+    return draft, None
+
+
+def _raise(by: By, failed: Sequence[tuple[int, UserError]], size: int) -> None:
+    """Raise the error of a group on this rank, as all others do."""
+    if by is By.EACH_RANK and size > 1:
+        raise common_error(failed, size)
+    ((_, error), *_) = failed
+    # Rank 0 prints its refusal; the others leave silently, and no earlier than rank 0
+    # (``train/api/common/report.py``).
+    error.everywhere = by is By.RANK_0 or error.everywhere
+    raise error
 
 
 def _in_turn(draft: Draft, group: Sequence[Decider]) -> Draft:

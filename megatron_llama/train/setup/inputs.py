@@ -7,7 +7,7 @@ Every refusal that depends on files is made here, before anything is built or wr
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -19,6 +19,7 @@ from megatron_llama.checkpoint.carried import NO_FILES, Carried
 from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
 from megatron_llama.checkpoint.failures import require_writable
 from megatron_llama.checkpoint.history import ROLLBACK
+from megatron_llama.checkpoint.listed_files import ListedFile
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.model_folders.formats import hf_weights, weight_folders
 from megatron_llama.checkpoint.storage_paths import is_remote, local_folder, storage_path
@@ -38,6 +39,7 @@ from megatron_llama.metrics.log import LANGUAGE_MODEL, LossNames
 from megatron_llama.pipeline.objective import Objective
 from megatron_llama.registry import Registry
 from megatron_llama.train.setup.checks.optimizer import optimizer_problems
+from megatron_llama.train.setup.draft import Shown
 from megatron_llama.train.setup.prompts import Prompt
 from megatron_llama.train.setup.start import (
     AUTO,
@@ -130,6 +132,10 @@ class Ready:
     """The names of the loss in the log."""
     carried: Carried = NO_FILES
     """The files that came with the model; they go into checkpoints and exports."""
+    listed: Sequence[ListedFile] = ()
+    """See ``Draft.listed``."""
+    seen: Sequence[Shown] = ()
+    """The files that each rank sees; empty if the ranks have not shown them yet."""
 
 
 def open_stream(
@@ -205,17 +211,22 @@ def open_samples(source: Source, config: Config, part: int, world: Axis) -> Samp
         samples = source(config, part)
     files = found_files(samples)
     with raise_on_all_ranks(world):
-        for (name, own), (_, first) in zip_longest(
-            files, broadcast_object(files, world), fillvalue=("--data-path", "nothing")
-        ):
-            if own != first:
-                raise DataError(
-                    name,
-                    got=own,
-                    expected=f"what rank 0 has found: {first}",
-                    do="wait until the files are the same for all machines, and start again",
-                )
+        refuse_other_files(files, broadcast_object(files, world))
     return samples
+
+
+def refuse_other_files(own: Sequence[tuple[str, str]], first: Sequence[tuple[str, str]]) -> None:
+    """Raise DataError if a rank has found other files of samples than the first rank."""
+    for (name, mark), (_, expected) in zip_longest(
+        own, first, fillvalue=("--data-path", "nothing")
+    ):
+        if mark != expected:
+            raise DataError(
+                name,
+                got=mark,
+                expected=f"what rank 0 has found: {expected}",
+                do="wait until the files are the same for all machines, and start again",
+            )
 
 
 def warnings_of_run(config: Config, samples: int) -> Iterator[str]:

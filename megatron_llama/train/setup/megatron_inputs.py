@@ -15,7 +15,6 @@ from megatron_llama.data.megatron_order import (
 from megatron_llama.data.tokenizer.base import Tokenizer
 from megatron_llama.engine.comm.host_memory import free_bytes
 from megatron_llama.errors import DataError
-from megatron_llama.launch.join import this_place
 from megatron_llama.train.setup.inputs import open_stream
 
 
@@ -32,19 +31,20 @@ def megatron_samples(
     if Megatron's order ends before the run."""
     training = config.training
     wanted = run_samples(training)
-    place = this_place()
-    most_bytes = free_bytes() // (place.local_world_size or place.world_size)
+    cache = config.data.data_cache_path
     datasets = []
     for prefix, samples in zip(blend.prefixes, samples_of_parts(blend, wanted), strict=True):
         stream = open_stream(config, prefix, part, tokenizer=tokenizer, share=share)
         ordered = MegatronStream(
-            stream, seed=training.seed, num_samples=samples, most_bytes=most_bytes
+            stream, seed=training.seed, num_samples=samples, most_bytes=free_bytes(), cache=cache
         )
         datasets.append(StreamSamples(ordered, config.data, eod))
     if len(datasets) == 1 and blend.shares is None:
         return datasets[0]
     sizes = [len(dataset) for dataset in datasets]
-    blended = MegatronBlend(datasets, blend.shares or sizes, samples_of_blend(blend, wanted, sizes))
+    blended = MegatronBlend(
+        datasets, blend.shares or sizes, samples_of_blend(blend, wanted, sizes), cache
+    )
     if len(blended) < wanted:
         raise DataError(
             "--megatron-data-order",

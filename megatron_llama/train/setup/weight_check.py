@@ -157,14 +157,32 @@ def begin_weight_check(
     # No thread starts before all ranks go on: after an error of one rank no code would end the
     # threads of the others.
     with raise_on_all_ranks(world):
-        # Other files beside them, such as the weights in another format, are not compared.
-        read = set(weight_files(path)) if path is not None else set()
-        files = [file for file in listed_files(path) if file.path in read]
+        files = files_of_weights(path)
     local_rank = place_from_environment().local_rank
-    seen = all_gather_object((_identity(files), local_rank), world)
+    seen = all_gather_object((identity(files), local_rank), world)
+    return begin_own_share(path, files, seen, world, in_background=in_background)
+
+
+def files_of_weights(folder: Path | None) -> list[ListedFile]:
+    """Return the files that ``begin_weight_check`` compares. Raises CheckpointError."""
+    # Other files beside them, such as the weights in another format, are not compared.
+    read = set(weight_files(folder)) if folder is not None else set()
+    return [file for file in listed_files(folder) if file.path in read]
+
+
+def begin_own_share(
+    folder: Path | None,
+    files: Sequence[ListedFile],
+    seen: Sequence[tuple[str, int]],
+    world: Axis,
+    *,
+    in_background: bool,
+) -> WeightCheck:
+    """Begin to compare this rank's share of ``files``, the ``files_of_weights``. ``seen`` has the
+    ``identity`` of the files of each rank, and its number on its machine."""
     rank, ranks = share_of(world.rank, seen)
-    own = files[rank::ranks]
-    return WeightCheck(path, ListedFilesCheck(path, own, in_background=in_background), world)
+    check = ListedFilesCheck(folder, files[rank::ranks], in_background=in_background)
+    return WeightCheck(folder, check, world)
 
 
 def share_of(rank: int, seen: Sequence[tuple[str, int]]) -> tuple[int, int]:
@@ -178,7 +196,7 @@ def share_of(rank: int, seen: Sequence[tuple[str, int]]) -> tuple[int, int]:
     return sharing.index(rank), len(sharing)
 
 
-def _identity(files: Sequence[ListedFile]) -> str:
+def identity(files: Sequence[ListedFile]) -> str:
     """Return a digest of the files that this process sees: processes with the same digest share a
     disk."""
     digest = hashlib.sha256()

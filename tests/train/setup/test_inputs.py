@@ -29,21 +29,16 @@ def config_of(word: str, cache: Path) -> Config:
 
 
 def open_while_a_file_changes(place: Place, words: list[str], cache: Path, changed: tuple[int, Path, Path] | None) -> str:
-    """Open samples on each rank, the second after the first; before that it replaces files, if the part is the one that ``changed`` names.
-    Each rank is a machine with a cache of its own."""
+    """Open samples on each rank, the second after the first (``driver.py``); before that it replaces files, if the part is the one that
+    ``changed`` names. Each rank is a machine with a cache of its own."""
     config = config_of(words[place.rank], cache / str(place.rank))
     world = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu")).world
 
     def source(config: Config, part: int) -> Samples:
-        if place.rank == 1:
-            (cache / f"turn {part}").read_text()
-            if changed is not None and part == changed[0]:
-                for suffix in (".bin", ".idx"):
-                    os.replace(changed[1].with_suffix(suffix), changed[2].with_suffix(suffix))
-        samples = stream_samples(config, part, eod=None)
-        if place.rank == 0:
-            (cache / f"turn {part}").write_text("")
-        return samples
+        if place.rank == 1 and changed is not None and part == changed[0]:
+            for suffix in (".bin", ".idx"):
+                os.replace(changed[1].with_suffix(suffix), changed[2].with_suffix(suffix))
+        return stream_samples(config, part, eod=None)
 
     try:
         ready_for(config, world, source)
@@ -59,8 +54,6 @@ def folder(dataset: IndexedDataset, tmp_path: Path) -> Path:  # noqa: F811
         for suffix in (".bin", ".idx"):
             shutil.copy(dataset.prefix + suffix, tmp_path / "there" / (name + suffix))
     (tmp_path / "cache").mkdir()
-    for part in (TRAINING, VALIDATION):
-        os.mkfifo(tmp_path / "cache" / f"turn {part}")
     return tmp_path
 
 

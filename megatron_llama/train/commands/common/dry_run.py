@@ -27,6 +27,11 @@ from megatron_llama.model.presets import LLAMA_VOCABULARY
 from megatron_llama.schedule import Schedule
 from megatron_llama.train.commands.common.configs import DryRunConfig
 from megatron_llama.train.setup.banner import describe_run
+from megatron_llama.train.setup.communicators import (
+    describe_communicators,
+    most_communicators,
+    total_bytes,
+)
 from megatron_llama.train.setup.deciders import CONFIGURATION, OUTPUTS, SAMPLES, ready_of
 from megatron_llama.train.setup.description import describe_config
 from megatron_llama.train.setup.draft import By, Decider, Draft, Need, refuses
@@ -216,6 +221,8 @@ def _lacking(plan: MemoryPlan, world: int) -> Iterator[str]:
         )
     needed = plan.needed(config.parallel.recompute_granularity, plan.recompute_layers())
     here = _memory_here(world)
+    if not devices.is_host(device):
+        here -= total_bytes(most_communicators(config, world))
     if needed > here:
         share = (
             f"{sized(here)} for each of {world}"
@@ -234,6 +241,8 @@ def _report(plan: MemoryPlan, described: Mapping[str, str], world: int) -> Itera
         yield f"{subject:<15} {words}"
         if subject == "ramp-up":
             yield _first_steps(plan, world)
+    if world > 1:
+        yield f"communicators   {describe_communicators(most_communicators(config, world))}"
     for rank in range(len(plan.bucket_plans)):
         yield from _rank_report(plan, rank)
     if dp_size(config, world) * config.parallel.context_parallel_size > 1:
