@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from signal import SIGKILL
@@ -84,6 +84,22 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Kill:
+    """A kill, and what was there at that moment."""
+
+    rank: int
+    loses_rank: bool
+    """Whether the keeper was killed, and with it all of its rank."""
+    newest: int
+    """The iteration of the newest complete checkpoint."""
+    seconds: float = 0.0
+    """To the next logged step; 0: nobody has looked, or there was none."""
+
+    def __str__(self) -> str:
+        return f"{'rank' if self.loses_rank else 'process of rank'} {self.rank}"
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What became of a trial."""
 
@@ -121,54 +137,61 @@ class Trials:
         folder = self._folder / "trial"
         shutil.rmtree(folder, ignore_errors=True)
         run = self._start(name, folder, PROCESSES, max_restarts_in_place=RESTARTS)
-        kills = chance.choice([1, 1, 2])
-        lost: set[int] = set()
-        seconds: list[float] = []
-        problems: list[str] = []
-        at_kill: list[int] = []
-        what: list[str] = []
-        for number in range(kills):
-            self._until_logged(
-                run, folder, chance.randrange(4, 7) if number else chance.randrange(12)
-            )
-            spin(chance.uniform(0.0, 0.2))
-            # At most half of the ranks may be lost, or no copy of the model is left.
-            loses_rank = len(lost) < PROCESSES // 2 and chance.random() < 0.5
-            alive = [rank for rank in range(PROCESSES) if rank not in lost]
-            rank = chance.choice([r for r in alive if r] if loses_rank else alive)
-            victim = (
-                run.pids[rank]
-                if loses_rank
-                else training_process(run.pids[rank], holds_store=rank == 0)
-            )
-            if victim is None or run.over():
-                break  # it had none in this moment: a spare, or between two
-            at_kill.append(newest_iteration(folder))
-            begin = time.monotonic()
-            os.kill(victim, SIGKILL)
-            what.append(f"{'rank' if loses_rank else 'process of rank'} {rank}")
-            if loses_rank:
-                lost.add(rank)
-            self._until_told(run, number + 1)
-            self._until_it_goes_on(run, folder)
-            seconds.append(time.monotonic() - begin)
+        kills = self._kill(run, folder, chance)
         ended = run.wait(timeout=300.0)
-        printed = "".join(ended.outs)
-        told = sorted(_TOLD.findall(printed), key=lambda found: int(found[0]))
-        codes = [code for rank, code in enumerate(ended.codes) if rank not in lost]
-        if set(codes) != {0}:
-            return Outcome(name, tuple(what), (), (f"exit {ended.codes}: {ended.err[-1500:]}",))
-        if len(told) != len(at_kill):
-            problems.append(f"{len(at_kill)} kills and {len(told)} restarts: {printed[-1500:]}")
-        for newest, found in zip(at_kill, told, strict=False):
-            if int(found[4]) < newest:
-                problems.append(f"went on from {found[4]} with a checkpoint of {newest}")
+        what = tuple(map(str, kills))
+        lost = {kill.rank for kill in kills if kill.loses_rank}
+        if any(code for rank, code in enumerate(ended.codes) if rank not in lost):
+            return Outcome(name, what, (), (f"exit {ended.codes}: {ended.err[-1500:]}",))
+        told = sorted(_TOLD.findall("".join(ended.outs)), key=lambda found: int(found[0]))
+        problems = []
+        # A kill while ranks begin again, or of a spare, is no reason for one more restart.
+        if len(told) > len(kills) or (kills and not told):
+            problems.append(f"{len(kills)} kills and {len(told)} restarts")
+        for kill, found in zip(kills, told, strict=False):
+            if int(found[4]) < kill.newest:
+                problems.append(f"went on from {found[4]} with a checkpoint of {kill.newest}")
         chain = [Segment(0, PROCESSES // LAYOUTS[name][0])]
         chain += [Segment(int(found[4]), int(found[3])) for found in told]
-        reference = self._reference(name, tuple(simplified(chain)))
-        problems += differences(folder, reference)
+        problems += differences(folder, self._reference(name, tuple(simplified(chain))))
         problems += [f"left: {' '.join(map(str, left))}"] if (left := left_processes()) else []
-        return Outcome(name, tuple(what), tuple(seconds), tuple(problems))
+        seconds = tuple(kill.seconds for kill in kills if kill.seconds)
+        return Outcome(name, what, seconds, tuple(problems))
+
+    def _kill(self, run: Run, folder: Path, chance: random.Random) -> list[Kill]:
+        """Strike once or twice, the second time perhaps while ranks begin again."""
+        count = chance.choice([1, 1, 2])
+        hasty = count == 2 and chance.random() < 0.4
+        kills: list[Kill] = []
+        for number in range(count):
+            if number and hasty:
+                time.sleep(chance.uniform(0.0, 8.0))
+            else:
+                self._until_logged(
+                    run, folder, chance.randrange(4, 7) if number else chance.randrange(12)
+                )
+            spin(chance.uniform(0.0, 0.2))
+            lost = {kill.rank for kill in kills if kill.loses_rank}
+            alive = [rank for rank in range(PROCESSES) if rank not in lost]
+            # At most half of the ranks may be lost, or no copy of the model is left. The first one
+            # holds the store.
+            loses_rank = len(lost) < PROCESSES // 2 and chance.random() < 0.5
+            rank = chance.choice([each for each in alive if each or not loses_rank])
+            trains = training_process(run.pids[rank], holds_store=rank == 0)
+            victim = run.pids[rank] if loses_rank else trains
+            if victim is None or run.over():
+                break  # it had no process in this moment
+            kill = Kill(rank, loses_rank, newest_iteration(folder))
+            begin = time.monotonic()
+            os.kill(victim, SIGKILL)
+            kills.append(kill)
+            if number == count - 1 or not hasty:
+                self._until_told(run, number + 1 - (number and hasty))
+                self._until_it_goes_on(run, folder)
+                # A run that has ended meanwhile was killed behind its last step.
+                seconds = 0.0 if run.over() else time.monotonic() - begin
+                kills[-1] = replace(kill, seconds=seconds)
+        return kills
 
     def _start(self, name: str, folder: Path, processes: int, **more: object) -> Run:
         options = {**OPTIONS, **LAYOUTS[name][1], **more}
