@@ -35,6 +35,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import count
+from math import inf
 from typing import Any, NoReturn, Protocol
 
 from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-defined]
@@ -51,7 +52,7 @@ from megatron_llama.launch.processes import Process, end_with_parent, this_proce
 from megatron_llama.launch.rendezvous import meet
 from megatron_llama.launch.roster import Arrival, Member, Roster, Seat, cause, seats
 from megatron_llama.launch.store import open_store
-from megatron_llama.launch.verdict import DONE, WAITED, Verdict, reporting, verdict_of_status
+from megatron_llama.launch.verdict import WAITED, Verdict, verdict_of_status, with_report
 
 MEET_SECONDS = 30.0
 """How long a meeting waits for those who do not come."""
@@ -114,8 +115,7 @@ def keep(place: Place, plan: Plan, patience: timedelta, train: Callable[[Place],
     if isinstance(outcome, int):
         return outcome
     seat, descriptor = outcome
-    with reporting(descriptor):
-        return train(seat.place)
+    return with_report(descriptor, lambda: train(seat.place))
 
 
 class _Keeper:
@@ -137,6 +137,8 @@ class _Keeper:
         """The signal by which this keeper was asked to stop."""
         self._status = 1
         """The exit status of the last process."""
+        self._deadline = inf
+        """When the process that trains is killed, by ``time.monotonic``."""
         self._members = place.world_size
         """How many came to the last meeting."""
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -180,9 +182,9 @@ class _Keeper:
                 if descriptor is not None:
                     return seat, descriptor
             verdict = self._follow(generation, roster.count)
-            if verdict == DONE:
+            if verdict.kind == "done":
                 self._leave()
-                return self._status
+                return verdict.status
             before = roster
         raise AssertionError("a job has no last generation")
 
@@ -330,73 +332,72 @@ class _Keeper:
         return None
 
     def _follow(self, generation: int, ranks: int) -> Verdict:
-        """Wait for the end of a generation. Returns DONE if all its ranks came to their ends, else
-        the verdict on this one."""
+        """Wait for the end of a generation. Returns the verdict on the rank of this keeper, or one
+        that says done if all ``ranks`` came to their ends. Raises ClusterError."""
         failed = f"failed/{generation}"
         done = f"done/{generation}"
+        store = self._store
         verdict = WAITED
-        deadline = float("inf")
-        store: Store | None = self._store
-        while True:
-            self._hear(self._pace(POLL_SECONDS))
-            if self._rank and time.monotonic() > deadline:
-                os.kill(self._rank, signal.SIGKILL)
-            ended = self._reap(killed=time.monotonic() > deadline)
-            try:
+        self._deadline = inf
+        try:
+            while True:
+                self._hear(self._pace(POLL_SECONDS))
+                ended = self._reap()
                 if ended is not None:
                     verdict = ended
-                    if store is None:
-                        return self._without_store(verdict)
-                    if verdict == DONE:
-                        store.add(done, 1)
-                    else:
-                        store.compare_set(failed, "", verdict.words)
+                    if verdict.kind != "done":
+                        store.compare_set(failed, "", "yes")
                         return verdict
-                if store is None:
-                    continue
+                    store.add(done, 1)
                 if store.check([failed]):
                     if not self._rank:
-                        return verdict if verdict != DONE else WAITED
-                    deadline = min(deadline, time.monotonic() + PATIENCE_SECONDS)
+                        return WAITED  # also if it was done: the last steps may come again
+                    self._hurry()
                 elif not self._rank and store.add(done, 0) >= ranks:
-                    self._status = self._status if verdict == DONE else 0
-                    return DONE
-                elif not self._rank and verdict == WAITED and self._stop is not None:
+                    return verdict if verdict.kind == "done" else Verdict("done", status=0)
+                elif self._stop is not None and not self._rank and verdict == WAITED:
                     _append(store, _LEFT, str(self._place.rank))  # a spare, which is not missed
-                    self._status = 128 + self._stop
-                    return DONE
-            except DistError:
-                # The ranks may come to their end without it, but not begin again.
-                store = None
-                if not self._rank:
-                    return self._without_store(verdict)
+                    return Verdict("done", status=128 + self._stop)
+        except DistError as error:
+            # The ranks may come to their end without the store, but not begin again.
+            while self._rank:
+                self._hear(POLL_SECONDS)
+                verdict = self._reap() or verdict
+            if verdict.kind == "done":
+                return verdict
+            if verdict.ends_job:
+                return Verdict("done", status=self._status or 1)  # it has said why
+            raise self._lost_store() from error
 
-    def _without_store(self, verdict: Verdict) -> Verdict:
-        if verdict == DONE or verdict.ends_job:
-            return DONE  # with the status of the process
-        raise self._lost_store()
+    def _hurry(self) -> None:
+        """Give the process that trains a while to end."""
+        self._deadline = min(self._deadline, time.monotonic() + PATIENCE_SECONDS)
 
-    def _reap(self, *, killed: bool) -> Verdict | None:
-        """Return the verdict on the process that trains, if it has ended."""
+    def _reap(self) -> Verdict | None:
+        """Return the verdict on the process that trains, if it has ended now."""
         if not self._rank:
             return None
+        late = time.monotonic() > self._deadline
+        if late:
+            os.kill(self._rank, signal.SIGKILL)
         pid, status = os.waitpid(self._rank, os.WNOHANG)
+        # The end of the pipe is no sign: what the process has forked may hold it open.
+        has_report = bool(select.select([self._report], [], [], 0)[0])
         if pid == 0:
+            if has_report:
+                self._hurry()  # nothing of the run is left to do
             return None
-        # What it has forked may hold the other end open.
-        has_report = select.select([self._report], [], [], 0)[0]
         report = os.read(self._report, 1 << 16) if has_report else b""
         os.close(self._report)
         self._rank = 0
         code = os.waitstatus_to_exitcode(status)
         self._status = code if code >= 0 else 128 - code
         verdict = verdict_of_status(status, report)
-        if verdict == DONE:
-            return DONE
+        if verdict.kind == "done":
+            return verdict
         if self._stop is not None:
-            self._status = 128 + self._stop
             return Verdict("stopped", f"stopped by {self._stop.name}")
-        return Verdict("follows", "did not end by itself") if killed else verdict
+        return verdict if report or not late else Verdict("follows", "did not end by itself")
 
     def _hear(self, seconds: float) -> None:
         """Wait for a signal, at most so long, and hand it on. Ends this process if its launcher is

@@ -15,8 +15,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -43,6 +42,8 @@ class Verdict:
 
     kind: Kind
     words: str = ""
+    status: int = 1
+    """The exit status of a process that came to its end."""
 
     @property
     def ends_job(self) -> bool:
@@ -50,7 +51,6 @@ class Verdict:
         return self.kind in ("stopped", "final")
 
 
-DONE = Verdict("done")
 WAITED = Verdict("waited")
 """The verdict of a rank that was not needed, and had no process."""
 
@@ -75,23 +75,23 @@ def verdict_of_error(error: BaseException) -> Verdict:
 def verdict_of_status(status: int, report: bytes) -> Verdict:
     """Return the verdict on a process by its wait status and its own ``report``, which is empty if
     it had no time for one."""
+    if report:  # whatever came behind it is no part of the run
+        return Verdict(**json.loads(report))
     if os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
         return Verdict("fault", f"was killed by {name}")
-    if report:
-        return Verdict(**json.loads(report))
     if status:
         # Only the watch ends a process so, after it has said why.
         return Verdict("follows", f"was ended by its watch (exit status {os.WEXITSTATUS(status)})")
     return Verdict("final", "ended before its run, with exit status 0")
 
 
-@contextmanager
-def reporting(descriptor: int) -> Iterator[None]:
-    """Write the verdict on this process at the end of the section."""
-    verdict = DONE
+def with_report(descriptor: int, run: Callable[[], int]) -> int:
+    """Return the exit status of ``run``, or raise its error, and write the verdict on it."""
     try:
-        yield
+        status = run()
+        verdict = Verdict("done", status=status)
+        return status
     except BaseException as error:
         verdict = verdict_of_error(error)
         raise

@@ -17,11 +17,11 @@ from megatron_llama.errors import ConfigError
 from tools.restart_trials import training_process
 
 from tests.e2e.product import DP2, ONE, Product, Refuse, assert_same_state, events, exact_curve, steps
-from tests.e2e.test_launchers import family
+from tests.e2e.test_launchers import address, end, family
 from tests.e2e.test_orphans import SOON, until_trained
 from tests.e2e.test_orphans import torchrun as real_torchrun
 from tests.e2e.test_restarts import rank_of
-from tests.launcher import POLL, TIMEOUT, Run, free_port, torchrun
+from tests.launcher import POLL, TIMEOUT, Run, free_port, quiet_port, torchrun
 
 ITERS = 16
 SMALL: Mapping[str, object] = {
@@ -163,6 +163,39 @@ def test_keepers_end_with_their_launcher(product: Product, tmp_path: Path) -> No
             ended = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]
             os.close(descriptor)
             assert ended, f"process {pid} still runs"
+
+
+@pytest.mark.long
+def test_a_machine_of_torchrun_is_lost(product: Product, tmp_path: Path) -> None:
+    """The agent of the other one does not notice; its rank goes on alone."""
+    folder, port = tmp_path / "run", str(quiet_port())
+    nodes = []
+    for node in range(2):
+        (tmp_path / str(node)).mkdir()
+        place = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", address(), "--master-port", port]
+        command = [*place, "-m", "megatron_llama", *product.command(save=folder, **RESTARTS)]
+        nodes.append(real_torchrun(tmp_path / str(node), 1, command))
+    with nodes[0] as kept, nodes[1] as lost:
+        until_trained(kept, folder, 6)
+        end(lost)
+        deadline = time.monotonic() + TIMEOUT
+        while not (folder / f"iter_{ITERS:07d}").is_dir() and time.monotonic() < deadline:
+            assert kept.poll() is None, (tmp_path / "0/torchrun.out").read_text()
+            time.sleep(POLL)
+        printed = (tmp_path / "0/torchrun.out").read_text()
+    assert "no sign of rank 1; dp 2 -> 1, 1 of 1 processes train; " in printed
+    assert [entry["iteration"] for entry in steps(folder)] == list(range(1, ITERS + 1))
+
+
+@pytest.mark.long
+def test_the_loss_of_the_store_ends_the_job(product: Product, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = product.launcher.start(product.command(**{**RESTARTS, "train_iters": 100_000, "save": folder}), 2)
+    until_logged(run, folder, 3)
+    run.signal(signal.SIGKILL, [0])
+    ended = run.wait(SOON)
+    assert ended.codes == (-9, 1)
+    assert "error on rank 1: the store of --max-restarts-in-place: got no answer, " in ended.err
 
 
 @pytest.mark.long

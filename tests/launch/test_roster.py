@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron_llama.errors import CheckpointError, ConfigError, DataError, LostRankError, TrainingError
 from megatron_llama.launch.roster import Arrival, Member, Roster, cause, seats
-from megatron_llama.launch.verdict import Verdict, reporting, verdict_of_error, verdict_of_status
+from megatron_llama.launch.verdict import Verdict, verdict_of_error, verdict_of_status, with_report
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError  # type: ignore[attr-defined]
 
 
@@ -65,6 +65,10 @@ def test_the_rank_to_blame_is_named() -> None:
     assert Arrival.read(fault.line()) == fault
 
 
+def fail(error: BaseException) -> int:
+    raise error
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
@@ -93,18 +97,25 @@ def test_only_faults_of_machines_begin_again(error: BaseException, kind: str) ->
     """A process reports its error itself."""
     assert verdict_of_error(error).kind == kind
     reading, writing = os.pipe()
-    with pytest.raises(type(error)), reporting(writing):
-        raise error
+    with pytest.raises(type(error)):
+        with_report(writing, lambda: fail(error))
     with os.fdopen(reading, "rb") as pipe:
         assert verdict_of_status(1 << 8, pipe.read()).kind == kind
 
 
 def test_long_words_of_an_error_are_cut() -> None:
     reading, writing = os.pipe()
-    with pytest.raises(ValueError), reporting(writing):
-        raise ValueError("ü" * 1_000_000)
+    with pytest.raises(ValueError):
+        with_report(writing, lambda: fail(ValueError("ü" * 1_000_000)))
     with os.fdopen(reading, "rb") as pipe:
         assert len(verdict_of_status(1 << 8, pipe.read()).words) == 2000
+
+
+def test_what_comes_behind_a_run_is_no_part_of_it() -> None:
+    reading, writing = os.pipe()
+    assert with_report(writing, lambda: 143) == 143
+    with os.fdopen(reading, "rb") as pipe:
+        assert verdict_of_status(int(signal.SIGSEGV), pipe.read()) == Verdict("done", status=143)
 
 
 def test_a_process_without_a_report_is_judged_by_its_end() -> None:
