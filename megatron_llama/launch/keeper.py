@@ -50,7 +50,7 @@ from megatron_llama.launch.launcher import (
 from megatron_llama.launch.open_files import raise_limit
 from megatron_llama.launch.processes import Process, end_with_parent, this_process
 from megatron_llama.launch.rendezvous import meet
-from megatron_llama.launch.roster import Arrival, Member, Roster, Seat, cause, seats
+from megatron_llama.launch.roster import Arrival, Member, Roster, Seat, cause, reason, seats
 from megatron_llama.launch.store import open_store
 from megatron_llama.launch.verdict import WAITED, Verdict, verdict_of_status, with_report
 
@@ -277,9 +277,7 @@ class _Keeper:
         reasons = before.reasons if before is not None else ()
         why = cause([*arrivals.values()])
         if why is not None or lost:
-            words = f"rank {why.member.rank}: {why.verdict.words}" if why is not None else ""
-            gone = f"no sign of rank {', '.join(map(str, lost))}" if lost else ""
-            reasons = (*reasons, "; ".join(filter(None, (words, gone))))
+            reasons = (*reasons, reason(why, lost))
         ends = why is not None and why.verdict.ends_job
         if ends:
             return Roster(members, 0, reasons, lost)

@@ -91,6 +91,16 @@ def cause(arrivals: Sequence[Arrival]) -> Arrival | None:
     )
 
 
+def reason(why: Arrival | None, lost: Sequence[int]) -> str:
+    """Return words for an interruption: its cause, and who is lost."""
+    words = f"no sign of rank {', '.join(map(str, lost))}" if lost else ""
+    # A rank that only follows says less than the loss of those whom it followed.
+    if why is None or (lost and why.verdict.kind == "follows"):
+        return words
+    blamed = f"rank {why.member.rank}: {why.verdict.words}"
+    return f"{blamed}; {words}" if words else blamed
+
+
 def seats(
     members: Sequence[Member], count: int, group: int, address: str, port: int
 ) -> dict[int, Seat]:

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 from megatron_llama.errors import CheckpointError, ConfigError, DataError, LostRankError, TrainingError
-from megatron_llama.launch.roster import Arrival, Member, Roster, cause, seats
+from megatron_llama.launch.roster import Arrival, Member, Roster, cause, reason, seats
 from megatron_llama.launch.verdict import Verdict, verdict_of_error, verdict_of_status, with_report
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError  # type: ignore[attr-defined]
 
@@ -63,6 +63,10 @@ def test_the_rank_to_blame_is_named() -> None:
     assert cause([follows, fault, final]) == final and cause([follows, fault]) == fault and cause([follows]) == follows
     assert cause([Arrival(one, Verdict("waited")), Arrival(two, Verdict("done"))]) is None
     assert Arrival.read(fault.line()) == fault
+    killed = Arrival(two, Verdict("fault", "was killed by SIGKILL"))
+    assert reason(killed, ()) == "rank 1: was killed by SIGKILL"
+    assert reason(killed, (2, 3)) == "rank 1: was killed by SIGKILL; no sign of rank 2, 3"
+    assert reason(follows, (2,)) == reason(None, (2,)) == "no sign of rank 2"
 
 
 def fail(error: BaseException) -> int:
