@@ -23,16 +23,14 @@ again.
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from itertools import count
 from math import inf
@@ -51,6 +49,13 @@ from megatron_llama.launch.open_files import raise_limit
 from megatron_llama.launch.processes import Process, end_with_parent, this_process
 from megatron_llama.launch.rendezvous import meet
 from megatron_llama.launch.roster import Arrival, Member, Roster, Seat, cause, reason, seats
+from megatron_llama.launch.signs import (
+    SILENT_SECONDS,
+    SignsOfLife,
+    enter,
+    has_ended,
+    neighbour_processes,
+)
 from megatron_llama.launch.store import open_store
 from megatron_llama.launch.verdict import WAITED, Verdict, verdict_of_status, with_report
 
@@ -66,6 +71,7 @@ LEAVE_SECONDS = 30.0
 """How long the holder of the store waits for the others at the end."""
 POLL_SECONDS = 0.5
 ASK_SECONDS = 0.05
+SILENT_PACES = 6
 _LEFT = "left"
 """A line of each spare that was asked to stop."""
 _OVER = "over"
@@ -181,7 +187,7 @@ class _Keeper:
                 descriptor = self._fork(seat)
                 if descriptor is not None:
                     return seat, descriptor
-            verdict = self._follow(generation, roster.count)
+            verdict = self._follow(generation, roster.count, self._signs(roster, chosen))
             if verdict.kind == "done":
                 self._leave()
                 return verdict.status
@@ -246,7 +252,7 @@ class _Keeper:
     def _arrive(self, generation: int, verdict: Verdict) -> int:
         """Say that this keeper has come, and return how many have."""
         member = Member(self._place.rank, self._machine, self._place.local_rank, self._faults)
-        self._store.set(_process(self._place.rank), json.dumps(asdict(this_process())))
+        enter(self._store, self._place.rank, this_process())
         _append(self._store, f"came/{generation}", Arrival(member, verdict).line())
         return self._store.add(f"arrived/{generation}", 1)
 
@@ -256,11 +262,8 @@ class _Keeper:
         came = {arrival.member.rank: arrival.member for arrival in self._arrivals(generation)}
         left = _lines(self._store, _LEFT)
         missing = expected - came.keys() - {int(rank) for rank in left}
-        known = [rank for rank in missing if self._store.check([_process(rank)])]
-        texts = self._store.multi_get([_process(rank) for rank in known]) if known else []
-        for rank, text in zip(known, texts, strict=True):
-            process = Process(**json.loads(text))
-            if process.visible and not process.state:
+        for rank, process in neighbour_processes(self._store, sorted(missing)).items():
+            if has_ended(process):
                 missing.remove(rank)
         return missing
 
@@ -329,7 +332,19 @@ class _Keeper:
             os.kill(pid, self._stop)
         return None
 
-    def _follow(self, generation: int, ranks: int) -> Verdict:
+    def _signs(self, roster: Roster, chosen: Mapping[int, Seat]) -> SignsOfLife:
+        """Return the signs of life of the keepers whose ranks train."""
+        neighbours = [m.rank for m in roster.members if m.machine == self._machine]
+        seat = chosen.get(self._place.rank)
+        return SignsOfLife(
+            self._store,
+            self._place.rank,
+            chosen,
+            [rank for rank in neighbours if rank in chosen],
+            counts=seat is not None and seat.place.rank in (0, roster.count - 1),
+        )
+
+    def _follow(self, generation: int, ranks: int, signs: SignsOfLife) -> Verdict:
         """Wait for the end of a generation. Returns the verdict on the rank of this keeper, or one
         that says done if all ``ranks`` came to their ends. Raises ClusterError."""
         failed = f"failed/{generation}"
@@ -347,12 +362,17 @@ class _Keeper:
                         store.compare_set(failed, "", "yes")
                         return verdict
                     store.add(done, 1)
+                signs.give()
+                # Asked before the ranks that are done: when all are, keepers go.
+                lost = signs.lost(max(SILENT_SECONDS, SILENT_PACES * self._pace(POLL_SECONDS)))
                 if store.check([failed]):
                     if not self._rank:
                         return WAITED  # also if it was done: the last steps may come again
                     self._hurry()
                 elif not self._rank and store.add(done, 0) >= ranks:
                     return verdict if verdict.kind == "done" else Verdict("done", status=0)
+                elif lost:
+                    store.compare_set(failed, "", "yes")
                 elif self._stop is not None and not self._rank and verdict == WAITED:
                     _append(store, _LEFT, str(self._place.rank))  # a spare, which is not missed
                     return Verdict("done", status=128 + self._stop)
@@ -478,7 +498,3 @@ def _append(store: Any, key: str, line: str) -> None:
 def _lines(store: Store, key: str) -> list[str]:
     """Return the lines of a key; none if nobody has appended any."""
     return store.get(key).decode().splitlines() if store.check([key]) else []
-
-
-def _process(rank: int) -> str:
-    return f"process/{rank}"

@@ -103,6 +103,19 @@ def test_a_lost_rank_leaves_a_smaller_dp(product: Product, tmp_path: Path) -> No
 
 
 @pytest.mark.long
+def test_a_rank_that_is_lost_while_it_starts_is_not_waited_for(product: Product, tmp_path: Path) -> None:
+    """The others wait for it to come, and no message of theirs fails; the time for that is ten minutes."""
+    folder = tmp_path / "run"
+    run = product.launcher.start(product.command(save=folder, **RESTARTS), 3)
+    rank_process(run, 2)
+    run.signal(signal.SIGKILL, [2])
+    ended = run.wait(120.0)
+    assert ended.codes == (0, 0, -9), ended.err
+    assert " restart 1 of 2 in place: no sign of rank 2; dp 3 -> 2, 2 of 2 processes train; goes on from iteration 0\n" in ended.out
+    assert [entry["iteration"] for entry in steps(folder)] == list(range(1, ITERS + 1))
+
+
+@pytest.mark.long
 def test_a_spare_takes_the_place_of_a_faulty_rank(product: Product, tmp_path: Path) -> None:
     """Four ranks came, and three divide the batch: the fourth waits, and then the killed one does."""
     folder, straight = tmp_path / "killed", tmp_path / "straight"

@@ -144,7 +144,7 @@ def run_training(
     process, by default from the environment. Collective. Raises UserError."""
     if parsed.get(TrainingConfig).deterministic_mode:
         fix_sums()
-    if place is None and parsed.get(ParallelConfig).max_restarts_in_place:
+    if place is None and parsed.get(ParallelConfig).max_restarts_in_place > 0:
         raise ConfigError(
             "max_restarts_in_place",
             got="a run of a program",

@@ -48,7 +48,7 @@ def status_of_run(parsed: Parsed, train: Callable[[Parsed, Place | None], TrainR
         result = train(parsed, place)
         return exit_status(result.stopped_by, result.config.training)
 
-    if not parsed.get(ParallelConfig).max_restarts_in_place:
+    if parsed.get(ParallelConfig).max_restarts_in_place <= 0:
         return status(parsed, None)
     from megatron_llama.train.commands.common.restarts import with_restarts
 

@@ -135,7 +135,7 @@ def decide_layout(draft: Draft) -> Draft:
     """Choose the layout, with --auto-parallel."""
     if not is_layout_open(draft.parsed):
         return draft
-    if draft.config.parallel.max_restarts_in_place:
+    if draft.config.parallel.max_restarts_in_place > 0:
         raise ConfigError(
             "--max-restarts-in-place",
             got="--auto-parallel",

@@ -55,7 +55,7 @@ def determinism_problems(training: TrainingConfig) -> Iterator[str]:
 def restart_problems(config: Config) -> Iterator[str]:
     """Yield options that --max-restarts-in-place lacks or excludes. ``config`` is as it was
     given."""
-    if not config.parallel.max_restarts_in_place:
+    if config.parallel.max_restarts_in_place <= 0:
         return
     options = config.checkpoint
     lacking = [] if config.training.global_batch_size else ["--global-batch-size"]
