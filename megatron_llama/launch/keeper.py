@@ -45,7 +45,7 @@ from megatron_llama.launch.launcher import (
     launcher_hosts_store,
     launching_processes,
 )
-from megatron_llama.launch.open_files import raise_limit
+from megatron_llama.launch.open_files import PER_RANK, require_open_files
 from megatron_llama.launch.processes import Process, end_with_parent, this_process
 from megatron_llama.launch.rendezvous import meet
 from megatron_llama.launch.roster import Arrival, Member, Roster, Seat, cause, reason, seats
@@ -78,8 +78,10 @@ _OVER = "over"
 """How many need the store no more."""
 STORE_SECONDS = 5e-5
 """How long the store needs for one request, on a slow host."""
-STORE_SHARE = 0.1
-"""The part of its time that requests of keepers may take."""
+REQUESTS = 2
+"""How many of them a keeper repeats."""
+STORE_SHARE = 0.2
+"""The part of its time that these may take."""
 STOPS = (signal.SIGTERM, signal.SIGINT)
 HEARD = (*STOPS, signal.SIGUSR1, signal.SIGCHLD)
 
@@ -152,7 +154,6 @@ class _Keeper:
     def keep(self) -> int | tuple[Seat, int]:
         """Return the exit status of the job; in the process that trains, its seat and the end of a
         pipe for its report."""
-        raise_limit(0)
         try:
             if self._place.world_size > 1:
                 self._store = self._connect()
@@ -198,14 +199,24 @@ class _Keeper:
 
     def _connect(self) -> Store:
         place = self._place
-        if place.rank == 0 and not launcher_hosts_store():
+        by_launcher = launcher_hosts_store()
+        # Beside those of its rank a keeper has a connection of its own.
+        require_open_files(
+            place.world_size, rank=place.rank, in_launcher=by_launcher, per_rank=PER_RANK + 1
+        )
+        if place.rank == 0 and not by_launcher:
             self._host = _fork_host(place, self._patience)
         store = open_store(place, self._patience, hosts=False)
         return meet(store, place.rank, place.world_size, self._patience.total_seconds())
 
     def _pace(self, least: float) -> float:
         """Return how often a keeper may ask the store, in seconds: all keepers do."""
-        return max(least, self._place.world_size * STORE_SECONDS / STORE_SHARE)
+        return max(least, self._place.world_size * REQUESTS * STORE_SECONDS / STORE_SHARE)
+
+    @property
+    def _meet_seconds(self) -> float:
+        """How long a meeting lasts at most: in large jobs keepers learn later that it begins."""
+        return MEET_SECONDS + 2 * self._pace(POLL_SECONDS)
 
     def _lost_store(self) -> ClusterError:
         return ClusterError(
@@ -231,12 +242,12 @@ class _Keeper:
             seconds = time.monotonic() - since
             closes = verdict.ends_job or number >= len(expected)
             if number <= CLOSERS and not closes:
-                late = seconds > MEET_SECONDS + CLOSER_SECONDS * (number - 1)
+                late = seconds > self._meet_seconds + CLOSER_SECONDS * (number - 1)
                 closes = late or not self._may_come(generation, expected)
             if closes:
                 store.compare_set(key, "", self._close(generation, before).text())
                 break
-            if seconds > MEET_SECONDS + CLOSER_SECONDS * (CLOSERS + 1):
+            if seconds > self._meet_seconds + CLOSER_SECONDS * (CLOSERS + 1):
                 raise ClusterError(
                     "the meeting of --max-restarts-in-place",
                     got="none of those who came first",
