@@ -54,6 +54,10 @@ class ClusterError(UserError):
     """Processes, devices or the network do not fit what was asked for."""
 
 
+class LostRankError(ClusterError):
+    """This rank cannot go on because another one is gone, stuck or has failed."""
+
+
 class OffloadError(UserError):
     """The optimizer on the host cannot work: no memory, a copy that failed, a worker that died."""
 

@@ -10,7 +10,6 @@ collectives.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import multiprocessing
 import os
@@ -44,6 +43,7 @@ from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.comm.object_collectives import common_error
 from megatron_llama.errors import CheckpointError, ConfigError
 from megatron_llama.launch.launcher import Place
+from megatron_llama.launch.processes import end_with_parent
 from megatron_llama.launch.store import connect
 
 RANK = itemgetter(0)
@@ -270,7 +270,7 @@ def _serve(
     """Run the writing process: one save after the other, until the rank closes the connection."""
     # The rank's end of the pipe was inherited: while open here, the end of the rank is not seen.
     parents.close()
-    _die_with(parent)
+    end_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         # These are meant for the rank, but a terminal or launcher sends them to the process group.
         signal.signal(number, signal.SIG_IGN)
@@ -300,15 +300,6 @@ def _without_store(target: Path, rank: int) -> CheckpointError:
         expected="the other ranks' word that their parts are written",
         do="look at the process that hosts the store: torchrun, or rank 0",
     )
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, whatever ends it: after SIGKILL the
-    parent has no time to send anything."""
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call above
-        os._exit(1)
 
 
 class _Writer:

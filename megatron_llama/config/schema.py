@@ -359,6 +359,13 @@ class ParallelConfig:
     )
     """A rank that waits longer ends the run, on all ranks, with an error that says which one
     stopped where."""
+    max_restarts_in_place: int = option(
+        0, changes="nothing", small=left_out("no rank of a small run is lost")
+    )
+    """How often ranks begin again within the job after a fault of a machine (a process that was
+    killed, a device's memory error, a message that failed): from the newest checkpoint, with the
+    largest dp that the remaining processes fill and that divides the batch; processes beyond that
+    are spares. Needs --save, --load auto and --global-batch-size."""
 
 
 @section()

@@ -18,7 +18,12 @@ from megatron_llama.engine.comm.groups import SCALARS, communicator_options
 from megatron_llama.engine.comm.recorder import Recorder
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.launch import flight_recorder
-from megatron_llama.launch.launcher import Place, place_from_environment, separate_queues
+from megatron_llama.launch.launcher import (
+    Place,
+    launcher_hosts_store,
+    place_from_environment,
+    separate_queues,
+)
 from megatron_llama.launch.network import (
     GLOO,
     GLOO_LAZY,
@@ -98,7 +103,7 @@ def join_group(
     rank = place.rank
     world_size = place.world_size
     require_master(place)
-    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts it
+    by_launcher = launcher_hosts_store()
     require_open_files(world_size, rank=rank, in_launcher=by_launcher)
     store = open_store(place, patience, hosts=rank == 0 and not by_launcher)
     start = None

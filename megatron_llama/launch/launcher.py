@@ -8,7 +8,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -31,6 +31,9 @@ batch script, the shell of salloc, and what Slurm runs beside them."""
 _OF_ONE_RANK = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "RANK")
 """Variables that torchrun gives to its ranks and does not have itself. A rank's children have them
 too."""
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_SRUN = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_LOCALID", "SLURM_NODEID")
+_GPUS = "CUDA_VISIBLE_DEVICES"
 _SLURM = "slurmstepd"
 MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -161,7 +164,7 @@ def place_from_environment(environ: Mapping[str, str] | None = None) -> Place:
 
 def hide_accelerators() -> None:
     """Hide all GPUs from this process. Called before it looks for one."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ[_GPUS] = ""
 
 
 def launched_rank() -> str:
@@ -178,6 +181,30 @@ def unlaunched() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in names and not name.startswith(("SLURM_", "TORCHELASTIC_"))
     }
+
+
+def launcher_hosts_store() -> bool:
+    """Whether the launcher holds the job's store, as torchrun does, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def become_rank(place: Place, slots: Sequence[int]) -> None:
+    """Make this process the rank of a ``place``, whoever has launched it, in a job whose store is
+    held by another process. ``slots``: the local ranks by the launcher of all ranks of its machine.
+    Called before the process looks for its device."""
+    env = os.environ
+    for name in [name for name in env if name.startswith("TORCHELASTIC_RUN") or name in _SRUN]:
+        del env[name]
+    values = (place.rank, place.world_size, place.local_rank, place.local_world_size, place.machine)
+    env.update(zip(_RANK_VARIABLES, map(str, values), strict=True))
+    env.update(MASTER_ADDR=place.master_addr, MASTER_PORT=str(place.master_port))
+    env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if list(slots) != list(range(len(slots))):
+        # Local ranks have no gaps, so the GPUs of ranks that are gone are hidden.
+        visible = env.get(_GPUS, "").split(",") if env.get(_GPUS) else []
+        devices = visible or [str(slot) for slot in range(max(slots) + 1)]
+        if len(devices) > max(slots):  # else the launcher shows each process its own
+            env[_GPUS] = ",".join(devices[slot] for slot in slots)
 
 
 def is_launched() -> bool:

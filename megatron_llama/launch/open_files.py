@@ -30,7 +30,9 @@ def raise_limit(process: int) -> int:
     return most if soft == resource.RLIM_INFINITY else soft
 
 
-def require_open_files(world_size: int, *, rank: int, in_launcher: bool) -> None:
+def require_open_files(
+    world_size: int, *, rank: int, in_launcher: bool, per_rank: int = PER_RANK
+) -> None:
     """Raise the limit of this process. On rank 0 also see that whoever holds the store, this
     process or its launcher (``in_launcher``), may hold a connection of every rank: raises
     ClusterError. What cannot be connected ends in a traceback of a rank that is not to blame, or
@@ -40,12 +42,12 @@ def require_open_files(world_size: int, *, rank: int, in_launcher: bool) -> None
         return
     holder = os.getppid() if in_launcher else 0
     allowed = raise_limit(holder) if holder else own
-    needed = PER_RANK * world_size + OTHERS
+    needed = per_rank * world_size + OTHERS
     if allowed < needed:
         raise ClusterError(
             "open files (ulimit -n)",
             got=f"{allowed} for the process that holds the store, at most",
-            expected=f"{needed}: {PER_RANK} connections for each of {world_size} ranks, and "
+            expected=f"{needed}: {per_rank} connections for each of {world_size} ranks, and "
             f"{OTHERS}",
             do=f"start the launcher under ulimit -n {needed} on the first machine "
             "(ulimit -Hn says what may be asked for; LimitNOFILE= of the service raises it)",

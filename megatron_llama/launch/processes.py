@@ -6,6 +6,7 @@ machines may have one name. Where ``/proc`` is missing, only this process can be
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -92,6 +93,15 @@ def this_process() -> Process:
     """Return this process."""
     pid = os.getpid()
     return process_of(pid) or Process(socket.gethostname(), "", "", pid, 0)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its ``parent`` ends, whatever ends it: after SIGKILL
+    the parent has no time to send anything."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call above
+        os._exit(1)
 
 
 def parent_of(pid: int) -> int:

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]
 
-from megatron_llama.errors import ClusterError, describe
+from megatron_llama.errors import LostRankError, describe
 
 POLL_SECONDS = 0.005
 
@@ -29,7 +29,7 @@ def meet(
     *,
     found: Callable[[str], None] | None = None,
 ) -> Store:
-    """Return this attempt's part of the store. Collective. Raises ClusterError if a rank does not
+    """Return this attempt's part of the store. Collective. Raises LostRankError if a rank does not
     come within ``seconds``.
 
     ``found`` is called with the name of the attempt as soon as this rank knows it, which may be
@@ -44,7 +44,7 @@ def meet(
     try:
         store.wait([own])  # for as long as the timeout of the store
     except DistStoreError:
-        raise ClusterError(_absent([0])) from None
+        raise LostRankError(_absent([0])) from None
     attempt = store.get(own).decode()
     if found is not None:  # before rank 0 counts this rank: then every rank that it counts answers
         found(attempt)
@@ -57,7 +57,7 @@ def _answer_all(store: Store, attempt: str, others: Sequence[int], deadline: flo
     answered = dict.fromkeys(others, "")
     while missing := [rank for rank in missing if not store.check([_here(attempt, rank)])]:
         if time.monotonic() > deadline:
-            raise ClusterError(_absent(missing))
+            raise LostRankError(_absent(missing))
         for rank in missing:
             said = store.get(_hello(rank)).decode() if store.check([_hello(rank)]) else ""
             if said != answered[rank]:

@@ -14,7 +14,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from megatron_llama.errors import ClusterError, describe
+from megatron_llama.errors import ClusterError, LostRankError, describe
 from megatron_llama.launch.launcher import Place
 
 
@@ -35,7 +35,7 @@ def open_store(place: Place, timeout: timedelta, *, hosts: bool) -> Store:
         store = _hosted(place.master_addr, place.master_port)
     except DistError as error:
         if not hosts:
-            raise ClusterError(_lost(f"no answer at {where}")) from error
+            raise LostRankError(_lost(f"no answer at {where}")) from error
         do = "choose another port: this one may be in use"
         got = f"{where}: {str(error).splitlines()[0]}"
         raise ClusterError("rank 0", got=got, expected="an address to listen on", do=do) from error
@@ -53,11 +53,11 @@ def _hosted(address: str, port: int) -> TCPStore:
 @contextmanager
 def host_named() -> Iterator[None]:
     """Turn the loss of the store during the section into an error that names its host. Raises
-    ClusterError."""
+    LostRankError."""
     try:
         yield
     except DistError as error:
-        raise ClusterError(_lost("a store that went away")) from error
+        raise LostRankError(_lost("a store that went away")) from error
 
 
 def _lost(got: str) -> str:

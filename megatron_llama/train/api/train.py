@@ -148,6 +148,13 @@ def run_training(
     process, by default from the environment. Collective. Raises UserError."""
     if parsed.get(TrainingConfig).deterministic_mode:
         fix_sums()
+    if place is None and parsed.get(ParallelConfig).max_restarts_in_place > 0:
+        raise ConfigError(
+            "max_restarts_in_place",
+            got="a run of a program",
+            expected="a command, whose process can be started again",
+            do="start python -m megatron_llama pretrain (or sft, align)",
+        )
     place = place or this_place()
     options = parsed.get(CheckpointConfig)
     forks = options.async_save and options.save is not None

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from signal import Signals
 from typing import TYPE_CHECKING
 
 from megatron_llama.config.parse import Parsed
-from megatron_llama.config.schema import TrainingConfig
+from megatron_llama.config.schema import ParallelConfig, TrainingConfig
 from megatron_llama.config.sections import config_sections
 from megatron_llama.train.commands.common.configs import DryRunConfig
 from megatron_llama.train.setup.layout import AutoParallelConfig
 
 if TYPE_CHECKING:
+    from megatron_llama.launch.launcher import Place
     from megatron_llama.train.commands.common.dry_run import NamedFiles
+    from megatron_llama.train.run.result import TrainResult
     from megatron_llama.train.setup.draft import Decider
 
 SECTIONS = (*config_sections(), AutoParallelConfig, DryRunConfig)
@@ -33,8 +35,24 @@ def run(parsed: Parsed, reads: Sequence[Decider], *, examples: NamedFiles | None
         return plan_only(parsed, reads, examples=examples)
     from megatron_llama.train.api.train import run_training
 
-    result = run_training(parsed, reads, needs_data=examples is None)
-    return exit_status(result.stopped_by, result.config.training)
+    return status_of_run(
+        parsed,
+        lambda parsed, place: run_training(parsed, reads, needs_data=examples is None, place=place),
+    )
+
+
+def status_of_run(parsed: Parsed, train: Callable[[Parsed, Place | None], TrainResult]) -> int:
+    """Train, with --max-restarts-in-place more than once, and return the exit status."""
+
+    def status(parsed: Parsed, place: Place | None) -> int:
+        result = train(parsed, place)
+        return exit_status(result.stopped_by, result.config.training)
+
+    if parsed.get(ParallelConfig).max_restarts_in_place <= 0:
+        return status(parsed, None)
+    from megatron_llama.train.commands.common.restarts import with_restarts
+
+    return with_restarts(parsed, status)
 
 
 def plan_only(

@@ -33,6 +33,8 @@ SIGNALS: Mapping[int, signal.Signals] = MappingProxyType(
 """The signals behind the last two requests to stop."""
 STOPS = (STOP, ASKED, *SIGNALS)
 """Requests that end the run after the current step."""
+ONE_SIGNAL_SECONDS = 0.5
+"""A SIGINT that comes so soon after another one is the same."""
 SAVE_NOW = "save-now"
 """A file of this name in the folder of checkpoints asks for a checkpoint."""
 
@@ -52,6 +54,7 @@ class Interrupts:
         ``time.monotonic``."""
         self._file = local_folder(folder) / SAVE_NOW if folder is not None else None
         self._stop = CONTINUE
+        self._interrupted = 0.0
         self._saves_asked = 0
         self._saves_passed_on = 0
         """The number of saves that ``request`` has passed on to other ranks."""
@@ -84,10 +87,12 @@ class Interrupts:
             self._saves_asked += 1
         elif number == signal.SIGTERM:
             self._stop = max(self._stop, TERMINATED)
-        elif self._stop == INTERRUPTED:
-            raise KeyboardInterrupt
-        else:
+        elif self._stop != INTERRUPTED:
             self._stop = INTERRUPTED
+            self._interrupted = time.monotonic()
+        # Slurm sends a signal to a keeper and to this process, to which the keeper hands it on.
+        elif time.monotonic() - self._interrupted > ONE_SIGNAL_SECONDS:
+            raise KeyboardInterrupt
 
     def stop(self) -> None:
         """Ask to stop after the current step, from this rank."""

@@ -142,6 +142,13 @@ def decide_layout(draft: Draft) -> Draft:
     """Choose the layout, with --auto-parallel."""
     if not is_layout_open(draft.parsed):
         return draft
+    if draft.config.parallel.max_restarts_in_place > 0:
+        raise ConfigError(
+            "--max-restarts-in-place",
+            got="--auto-parallel",
+            expected="a layout whose dp alone may change",
+            do="give the sizes that --auto-parallel prints",
+        )
     choose = imported(layouts().chosen)
     processes = draft.processes
     choice: Choice = choose(

@@ -47,6 +47,7 @@ from megatron_llama.train.setup.checks.run import (
     attention_problems,
     bad_step_problems,
     data_order_problems,
+    restart_problems,
     run_problems,
     split_shares,
 )
@@ -235,8 +236,10 @@ def problems(config: Config, world_size: int) -> list[str]:
     too_large = list(bound_problems(config, world_size))
     if too_large:
         return too_large
+    lacking = restart_problems(config)
     config = resolve(config, world_size)
     return [
+        *lacking,
         *range_problems(config),
         *length_problems(config.training),
         *missing_model_problems(config),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from megatron_llama.config.parse import Parsed
 from megatron_llama.train.commands.common.configs import DryRunConfig
 from megatron_llama.train.commands.pretrain import SECTIONS as PRETRAIN
-from megatron_llama.train.commands.pretrain import exit_status, plan_only
+from megatron_llama.train.commands.pretrain import plan_only, status_of_run
 from megatron_llama.tune.commands.sft import example_files
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.preference.option_problems import valid_options
@@ -28,5 +28,4 @@ def align(parsed: Parsed) -> int:
         return plan_only(parsed, pairs.deciders, pairs.checks, examples=example_files)
     from megatron_llama.tune.api.align import run_alignment
 
-    result = run_alignment(parsed)
-    return exit_status(result.stopped_by, result.config.training)
+    return status_of_run(parsed, lambda parsed, place: run_alignment(parsed, place=place))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from pathlib import Path
 
+import pytest
 from megatron_llama.train.run.prefetch import ASKED, CONTINUE, RETURN, SAVE, SAVE_NOW, Interrupts
 
 
@@ -38,3 +41,17 @@ def test_a_stop_comes_before_all_else() -> None:
     interrupts.ask_to_return()
     interrupts.ask_to_stop()
     assert interrupts.request() == ASKED
+
+
+def test_an_interrupt_that_comes_twice_at_once_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm sends it to every process of a job, and so does whoever hands it on. A user's second one ends the run at once."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with Interrupts() as interrupts:
+        interrupts.listen()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.stopped_by == signal.SIGINT
+        now[0] += 1.0
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

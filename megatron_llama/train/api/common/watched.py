@@ -29,7 +29,7 @@ from math import inf
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megatron_llama.errors import ClusterError, UserError
+from megatron_llama.errors import LostRankError, UserError
 from megatron_llama.train.api.common.report import print_error, print_traceback
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ def watched(place: Place, timeout: float = inf) -> Iterator[Watch]:
     (``Place.joined``) stays: this process leaves only groups that were made in the section, and has
     no watch.
 
-    The death of a rank, or a wait of more than ``timeout`` seconds, becomes a ClusterError on every
-    other rank that names the rank to blame, or ends the process where that is impossible. An error
-    that no user should see is printed, if there are other processes, and marked with the note
+    The death of a rank, or a wait of more than ``timeout`` seconds, becomes a LostRankError on
+    every other rank that names the rank to blame, or ends the process where that is impossible. An
+    error that no user should see is printed, if there are other processes, and marked with the note
     ``PRINTED``."""
     from megatron_llama.engine.comm.recorder import Recorder
     from megatron_llama.launch.orphan import following_launcher
@@ -97,7 +97,7 @@ def _among_others(watch: Watch, place: Place, timeout: float) -> Iterator[None]:
         if place.joined and not alone:
             # A message has failed in a group without a watch: some rank has left it.
             do = "look at what the other ranks raised"
-            raise ClusterError(
+            raise LostRankError(
                 "another rank", got=f"an error ({error})", expected="all ranks at work", do=do
             ) from error
         if not alone:
@@ -143,7 +143,7 @@ def _is_of_this_rank(error: Exception) -> bool:
     return not isinstance(error, RuntimeError) or isinstance(error, own)
 
 
-def _blamed(diagnosis: Diagnosis | None, rank: int, timeout: float) -> ClusterError | None:
+def _blamed(diagnosis: Diagnosis | None, rank: int, timeout: float) -> LostRankError | None:
     """Return the error that blames a rank other than ``rank``, this one; None if none is to
     blame."""
     if diagnosis is None:
@@ -155,12 +155,12 @@ def _blamed(diagnosis: Diagnosis | None, rank: int, timeout: float) -> ClusterEr
             "look at what that rank printed last and at its machine; resume with "
             f"--load{diagnosis.places}"
         )
-        return ClusterError(f"rank {where}", got="no answer", expected=expected, do=do)
+        return LostRankError(f"rank {where}", got="no answer", expected=expected, do=do)
     if diagnosis.stuck:
         got = f"no progress for {timeout:g} s (--distributed-timeout-minutes): {diagnosis.reason}"
         do = f"look at what the ranks that stopped were doing; resume with --load{diagnosis.places}"
-        return ClusterError("the run", got=got, expected=expected, do=do)
+        return LostRankError("the run", got=got, expected=expected, do=do)
     if diagnosis.failed not in (None, rank):
         do = f"look at what that rank printed; resume with --load{diagnosis.places}"
-        return ClusterError(f"rank {diagnosis.failed}", got="an error", expected=expected, do=do)
+        return LostRankError(f"rank {diagnosis.failed}", got="an error", expected=expected, do=do)
     return None

@@ -68,6 +68,32 @@ def attention_problems(config: Config) -> Iterator[str]:
         )
 
 
+def restart_problems(config: Config) -> Iterator[str]:
+    """Yield options that --max-restarts-in-place lacks or excludes. ``config`` is as it was
+    given."""
+    if config.parallel.max_restarts_in_place <= 0:
+        return
+    options = config.checkpoint
+    lacking = [] if config.training.global_batch_size else ["--global-batch-size"]
+    lacking += [] if options.save and options.load == "auto" else ["--save with --load auto"]
+    if lacking:
+        yield describe(
+            "--max-restarts-in-place",
+            got=f"no {' and no '.join(lacking)}",
+            expected="a checkpoint from which ranks begin again, and a batch that stays",
+            do="give --save FOLDER --load auto --global-batch-size N",
+        )
+    fresh = [] if options.load_optim else ["--no-load-optim"]
+    fresh += ["--finetune"] if options.finetune else []
+    if fresh:
+        yield describe(
+            "--max-restarts-in-place",
+            got=" ".join(fresh),
+            expected="ranks that begin again with all of their state",
+            do="leave one of them out; first weights can come from --init-from-hf",
+        )
+
+
 def run_problems(config: Config) -> Iterator[str]:
     """Yield problems of traces, evaluations and samples of text."""
     first = config.log.profile_step_start
