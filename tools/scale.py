@@ -1,5 +1,5 @@
-"""What do a start, the search for a dead rank, a save, a resume and an order of samples cost in a run
-of thousands of processes?
+"""What do a start, the search for a dead rank, a save, a resume and an order of samples cost in a
+run of thousands of processes?
 
     python tools/scale.py --world 1024 4096 16384 --part start watch
 
