@@ -11,8 +11,10 @@ from unittest.mock import patch
 
 import megatron_llama as ml
 import pytest
-from megatron_llama.config.schema import CheckpointConfig
+import torch
+from megatron_llama.config.schema import CheckpointConfig, Config
 from megatron_llama.errors import CheckpointError, ConfigError, DataError, UserError
+from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.prove.pool import Place
 from megatron_llama.train.api import train
 from megatron_llama.train.api.common.options import read_options
@@ -21,7 +23,7 @@ from megatron_llama.train.setup import start
 from megatron_llama.train.setup.deciders import CONFIGURATION, OUTPUTS, SAMPLES, TEXT, use_own_machine
 from megatron_llama.train.setup.draft import By, Decider, Draft, Need
 from megatron_llama.train.setup.driver import decide
-from megatron_llama.train.setup.processes import imagined_processes
+from megatron_llama.train.setup.processes import Processes, imagined_processes
 
 from tests.harness import Cluster
 from tests.launcher import free_port, torchrun
@@ -86,8 +88,46 @@ def test_a_checkpoint_that_one_rank_does_not_see(cluster: Cluster, options: Opti
         f"rank 1: --load {checkpoint}: got no such folder on this machine, expected the folder that rank 0 has found; "
         "put it where all machines see it under this name, or copy it to each of them"
     )
+    before = sorted((tmp_path / "run").rglob("*"))
     found = cluster.run(2, refused_on_each, {**options, "load": str(tmp_path / "run"), "save": str(tmp_path / "run")}, checkpoint)
     assert found == [(said, True)] * 2
+    assert sorted((tmp_path / "run").rglob("*")) == before, "rank 0, which has refused nothing, leaves the folder to others"
+
+
+def group(by: By, error: str, refusing: Sequence[int]) -> Decider:
+    """A decider that refuses on some ranks, and notes on the others that it was asked."""
+
+    def decide_or_refuse(draft: Draft) -> Draft:
+        if draft.processes.world.rank in refusing:
+            raise DataError(error)
+        return replace(draft, notes=(*draft.notes, error))
+
+    return Decider(Need.FILES, by, decide_or_refuse, ("notes",))
+
+
+def decided(place: Place, options: Options, groups: Sequence[tuple[By, Sequence[int]]]) -> object:
+    """What a rank raises, or has noted, of deciders called a, b, c."""
+    world = build_mesh(Config(), rank=place.rank, world_size=place.world_size, device=torch.device("cpu")).world
+    deciders = [group(by, name, refusing) for name, (by, refusing) in zip("abc", groups, strict=True)]
+    try:
+        return decide(replace(drafted(options), processes=Processes(world, world.size, ())), deciders).notes
+    except DataError as error:
+        return str(error), error.everywhere
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([(By.RANK_0, ()), (By.EACH_RANK, ()), (By.RANK_0, ())], [("a", "b", "c")] * 3),
+        ([(By.EACH_RANK, [2]), (By.RANK_0, [0]), (By.EACH_RANK, [1])], [("rank 2: a", True)] * 3),
+        ([(By.EACH_RANK, ()), (By.RANK_0, [0]), (By.EACH_RANK, [1, 2])], [("b", True)] * 3),
+        ([(By.EACH_RANK, [0, 1, 2]), (By.RANK_0, ()), (By.EACH_RANK, ())], [("a", True)] * 3),
+        ([(By.RANK_0, ()), (By.EACH_RANK, [1, 2]), (By.RANK_0, ())], [("rank 1: b (2 of 3 ranks failed)", True)] * 3),
+    ],
+)
+def test_the_first_refusal_of_the_list_counts(groups: object, expected: object, cluster: Cluster, options: Options) -> None:
+    """As if the ranks had agreed after each decider; and what rank 0 fills alone, all have."""
+    assert cluster.run(3, decided, options, groups) == expected
 
 
 def test_what_rank_0_refuses_all_raise(cluster: Cluster, options: Options, tmp_path: Path) -> None:
