@@ -58,6 +58,9 @@ def context_attention(
     over ``cp``, which has several ranks.
     """
     chunk_length(query.shape[0] * cp.size, cp.size)
+    if documents is not None:
+        # cuDNN would plan anew for each size of a rectangle, and every step has others.
+        backend = "flash"
     if rule.limits(query.shape[0] * cp.size):
         return sliding_context_attention(
             *(query, key, value), cp=cp, rule=rule, documents=documents, backend=backend
@@ -121,13 +124,11 @@ class _Sequence:
         # Chunks that follow each other are one rectangle.
         runs = [(held.start, held.stop)] if isinstance(held, range) else [(c, c + 1) for c in held]
         for place, chunk in enumerate(own):
+            queries, first_row = self.tokens((chunk, chunk + 1)), row + place * self.chunk
             for number, run in enumerate(runs):
-                yield from self.documents.rectangles(
-                    self.tokens((chunk, chunk + 1)),
-                    self.tokens(run),
-                    row + place * self.chunk,
-                    column + number * self.chunk,
-                )
+                first_column = column + number * self.chunk
+                keys = self.tokens(run)
+                yield from self.documents.rectangles(queries, keys, first_row, first_column)
 
     def tokens(self, chunks: tuple[int, int]) -> tuple[int, int]:
         """Return the tokens of chunks [start, stop)."""

@@ -14,6 +14,8 @@ from megatron_llama.model.nn import attention, documents, sliding
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.model.nn.cudnn import NEWEST
+
 _aten = torch.ops.aten
 
 
@@ -124,12 +126,15 @@ class Flash(TorchDispatchMode):
 
 
 @contextmanager
-def on_flash() -> Iterator[Flash]:
-    """A section in which attention takes the CPU for a GPU whose flash attention computes everything that it takes."""
+def on_flash(*, cudnn: bool) -> Iterator[Flash]:
+    """A section in which attention takes the CPU for a GPU whose flash attention computes everything that it takes. ``cudnn``: cuDNN would take
+    it, too, and must not be asked."""
     with pytest.MonkeyPatch.context() as patch, Flash() as flash:
         for module in (attention, documents, sliding):
             patch.setattr(module, "is_host", lambda device: False)
-        patch.setattr(attention, "can_use_cudnn_attention", lambda params: False)
+        patch.setattr(attention, "can_use_cudnn_attention", lambda params: cudnn)
+        patch.setattr(torch.backends.cudnn, "version", lambda: NEWEST)
+        patch.setattr(attention, "_CUDNN_TILE", 1)
         yield flash
 
 
