@@ -300,7 +300,7 @@ def test_switches_between_processes(name: str, tmp_path: Path) -> None:
 
 
 def test_what_is_no_switch_is_refused() -> None:
-    with pytest.raises(ConfigError, match="SWITCH: got nothing, expected one of attention, deterministic"):
+    with pytest.raises(ConfigError, match="SWITCH: got nothing, expected one of attention, flash-attention-3, deterministic"):
         ab.main(["nothing"])
 
 
