@@ -38,7 +38,7 @@ from typing import Any, NoReturn, Protocol
 
 from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-defined]
 
-from megatron_llama.errors import ClusterError
+from megatron_llama.errors import ClusterError, counted
 from megatron_llama.launch.launcher import (
     Place,
     become_rank,
@@ -240,9 +240,10 @@ class _Keeper:
         key = f"roster/{generation}"
         while not store.check([key]):
             seconds = time.monotonic() - since
-            closes = verdict.ends_job or number >= len(expected)
-            if number <= CLOSERS and not closes:
-                late = seconds > self._meet_seconds + CLOSER_SECONDS * (number - 1)
+            closes = verdict.ends_job
+            # The last one closes it, too, if the first ones are lost.
+            if not closes and (number <= CLOSERS or number >= len(expected)):
+                late = seconds > self._meet_seconds + CLOSER_SECONDS * (min(number, CLOSERS) - 1)
                 closes = late or not self._may_come(generation, expected)
             if closes:
                 store.compare_set(key, "", self._close(generation, before).text())
@@ -299,7 +300,8 @@ class _Keeper:
             end = f"{len(reasons)} failures with --max-restarts-in-place {self._plan.restarts}"
             return Roster(members, 0, reasons, lost, end)
         fitting = self._plan.fitting(len(members))
-        end = "" if fitting else f"{len(members)} processes at the meeting"
+        came = counted(len(members), "process", "processes")
+        end = "" if fitting else f"{came} at the meeting"
         return Roster(members, fitting, reasons, lost, end)
 
     def _end_of_job(self, roster: Roster) -> int:
@@ -314,7 +316,7 @@ class _Keeper:
         error = ClusterError(
             "the job",
             got=f"{roster.end or 'an error that would come again'} ({'; '.join(roster.reasons)})",
-            expected=f"{needed} that go on",
+            expected=f"{needed} for a run that goes on",
             do="look at what those ranks printed; started again it goes on from its newest "
             "checkpoint",
         )

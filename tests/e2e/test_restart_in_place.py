@@ -223,7 +223,7 @@ def test_one_failure_too_many_ends_the_job_with_all_reasons(product: Product, tm
     ended = run.wait()
     assert 0 not in ended.codes
     reasons = "rank 1: was killed by SIGKILL; rank 0: was killed by SIGKILL"
-    assert f"error: the job: got 2 failures with --max-restarts-in-place 1 ({reasons}), expected at least 1 processes " in ended.err
+    assert f"error: the job: got 2 failures with --max-restarts-in-place 1 ({reasons}), expected at least 1 process (" in ended.err
 
 
 @pytest.mark.long
@@ -235,7 +235,7 @@ def test_too_few_ranks_end_the_job(product: Product, tmp_path: Path) -> None:
     os.kill(run.pids[1], signal.SIGKILL)
     ended = run.wait()
     assert ended.codes == (1, -9)
-    assert "the job: got 1 processes at the meeting (" in ended.err and "expected at least 2 processes (tp 2 x cp 1 x pp 1)" in ended.err
+    assert "the job: got 1 process at the meeting (" in ended.err and "expected at least 2 processes (tp 2 x cp 1 x pp 1)" in ended.err
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from megatron_llama.checkpoint.storage_paths import local_folder
 from megatron_llama.config.lines import parse_json
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config, TrainingConfig
-from megatron_llama.errors import UserError
+from megatron_llama.errors import UserError, counted
 from megatron_llama.launch.join import this_place
 from megatron_llama.launch.keeper import keep
 from megatron_llama.launch.launcher import Place
@@ -96,7 +96,7 @@ class RunPlan:
         """Say how many processes are needed, and for what."""
         parallel = self.config.parallel
         return (
-            f"at least {self._unit} processes (tp {self.group} x cp "
+            f"at least {counted(self._unit, 'process', 'processes')} (tp {self.group} x cp "
             f"{parallel.context_parallel_size} x pp {parallel.pipeline_model_parallel_size})"
         )
 
