@@ -62,12 +62,8 @@ NICENESS = 10
 
 
 @contextmanager
-def in_background(place: Place, *, wanted: bool) -> Iterator[BackgroundSaver | None]:
-    """A section with a writing process, or without one if none is ``wanted``. Raises ConfigError
-    where the system cannot have one."""
-    if not wanted:
-        yield None
-        return
+def in_background(place: Place) -> Iterator[BackgroundSaver]:
+    """A section with a writing process. Raises ConfigError where the system cannot have one."""
     if not hasattr(os, "memfd_create"):
         do = "leave --async-save out"
         raise ConfigError(

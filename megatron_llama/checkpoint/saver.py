@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_llama.checkpoint import native
-from megatron_llama.checkpoint.background import BackgroundSaver
 from megatron_llama.checkpoint.carried import NO_FILES, Carried, save_tokenizer
 from megatron_llama.checkpoint.checkpoint_dir import (
     TOKENIZER,
@@ -42,6 +41,9 @@ from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError, LeaseError
 from megatron_llama.metrics.events import NOT_FINITE, SAVED
 from megatron_llama.metrics.log import MetricLog
+
+if TYPE_CHECKING:
+    from megatron_llama.checkpoint.background import BackgroundSaver
 
 # Values of --on-bad-checkpoint.
 STOP = "stop"

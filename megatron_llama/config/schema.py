@@ -325,7 +325,9 @@ class ParallelConfig:
     grad_reduce_in_bf16: bool = option(False, small=KEPT, draws=(True,))
     """Send gradients in bfloat16 between data-parallel ranks. Over microbatches they are still
     accumulated in fp32."""
-    ddp_reduce_scatter_with_fp32_accumulation: bool = option(False, small=NO_GPU)
+    ddp_reduce_scatter_with_fp32_accumulation: bool = option(
+        False, small=left_out("CPUs always add up so")
+    )
     """With --grad-reduce-in-bf16 on a GPU: each rank receives its part of the others' gradients in
     bfloat16 and adds them up in fp32, as CPUs always do, instead of NCCL in bfloat16. Each rank
     sends as many bytes, but each pair of ranks its own: where several ranks of a machine share

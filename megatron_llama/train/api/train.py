@@ -6,12 +6,12 @@ import gc
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from math import inf
+from typing import TYPE_CHECKING
 
 from megatron_llama.checkpoint import checkpoint_dir
-from megatron_llama.checkpoint.background import in_background
 from megatron_llama.checkpoint.lease import Lease, leasing
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig, Config, ParallelConfig, TrainingConfig
@@ -50,6 +50,9 @@ from megatron_llama.train.setup.flash3 import chosen_flash
 from megatron_llama.train.setup.inputs import Ready
 from megatron_llama.train.setup.layout import AutoParallelConfig
 from megatron_llama.train.setup.processes import launched_processes, unmet_processes
+
+if TYPE_CHECKING:
+    from megatron_llama.checkpoint.background import BackgroundSaver
 
 SECTIONS = (*config_sections(), AutoParallelConfig)
 """The options of a run."""
@@ -171,7 +174,7 @@ def run_training(
     with (
         ending_with_launcher(place.rank) as follower,
         leasing(options.save, steal=options.steal_save) as lease,
-        in_background(place, wanted=forks) as background,
+        _in_background(place, wanted=forks) as background,
     ):
         follower.begin()
         first = FIRST_STEP if complete is None else ()
@@ -242,6 +245,15 @@ def set_up(
             _print_lines((), _slow_choices(config, mesh, place))
         with chosen_flash(config.training, device, world):
             yield draft, mesh
+
+
+def _in_background(place: Place, *, wanted: bool) -> AbstractContextManager[BackgroundSaver | None]:
+    """Return a section with a process that writes checkpoints, or without one."""
+    if not wanted:
+        return nullcontext()
+    from megatron_llama.checkpoint.background import in_background
+
+    return in_background(place)
 
 
 def guarded(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_llama.checkpoint.background import BackgroundSaver
 from megatron_llama.checkpoint.lease import Lease
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import Config
@@ -35,7 +34,6 @@ from megatron_llama.train.run.export import Export
 from megatron_llama.train.run.loop import BuiltRun
 from megatron_llama.train.run.prefetch import Interrupts, Prefetcher
 from megatron_llama.train.run.progress import Progress
-from megatron_llama.train.run.replica_check import ReplicaCheck
 from megatron_llama.train.run.text_samples import SampleTexts
 from megatron_llama.train.run.validation import Evaluator, Validation
 from megatron_llama.train.setup.banner import already_finished, describe_run
@@ -52,6 +50,7 @@ from megatron_llama.train.setup.start import folder_from_elsewhere
 from megatron_llama.train.setup.weight_check import begin_own_share
 
 if TYPE_CHECKING:
+    from megatron_llama.checkpoint.background import BackgroundSaver
     from megatron_llama.checkpoint.model_folders.export import FinalExport
     from megatron_llama.train.run.profiling import Profiling
 
@@ -105,7 +104,11 @@ def open_run(
         optimizer = stack.enter_context(
             closing(build_optimizer(config, stages.values(), mesh, steps_per_epoch=steps_per_epoch))
         )
-        replica_check = ReplicaCheck(config, optimizer, mesh)
+        replica_check = []
+        if config.training.check_weight_hash_across_dp_replicas_interval:
+            from megatron_llama.train.run.replica_check import ReplicaCheck
+
+            replica_check = [ReplicaCheck(config, optimizer, mesh)]
         loader = build_loader(
             config, inputs.training, data_rank=mesh.data_rank, data_size=mesh.data_size
         )
@@ -209,7 +212,7 @@ def open_run(
             # are complete before the export.
             parts=(
                 progress,
-                replica_check,
+                *replica_check,
                 Validation(config, mesh, evaluator, log, course, users),
                 users,
                 checkpoints,

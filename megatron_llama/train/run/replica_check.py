@@ -23,7 +23,7 @@ class ReplicaCheck(Part):
         self._optimizer = optimizer
         self._mesh = mesh
         interval = config.training.check_weight_hash_across_dp_replicas_interval
-        self._interval = interval if interval and has_replicas(optimizer, mesh) else 0
+        self._interval = interval if has_replicas(optimizer, mesh) else 0
 
     def due(self, run: Run) -> bool:
         return self._interval > 0 and run.iteration % self._interval == 0
