@@ -32,7 +32,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply x [..., d] by weight [f, d] and add bias [f]: [..., f]."""
     if prefers_onednn(x, weight):
         return _unflatten(_onednn_linear(rows(x), weight, bias), x)
-    if multiplies_in_fp32(rows(x)):
+    if multiplies_in_fp32(x):
         return _unflatten(_rounded(rows(x), weight.t(), bias), x)
     if bias is None:
         return F.linear(x, weight)
@@ -43,7 +43,7 @@ def linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
     """Return the gradient [..., d] of the input of ``linear`` from that of its output, [..., f]."""
     if prefers_onednn(grad, weight):
         return _unflatten(_onednn_linear(rows(grad), weight.t()), grad)
-    if multiplies_in_fp32(rows(grad)):
+    if multiplies_in_fp32(grad):
         return _unflatten(_rounded(rows(grad), weight), grad)
     return torch.matmul(grad, weight)
 
@@ -81,8 +81,10 @@ def computes(left: Tensor, right: Tensor) -> bool:
 
 
 def multiplies_in_fp32(left: Tensor) -> bool:
-    """Whether the product of left [m, k] with a matrix of its dtype is computed in fp32."""
-    return len(left) >= MIN_WIDENED_ROWS and left.shape[1] > 0 and devices.widens_bf16(left)
+    """Whether the product of left [..., k] with a matrix of its dtype is computed in fp32."""
+    width = left.shape[-1]
+    enough = width > 0 and left.numel() >= MIN_WIDENED_ROWS * width
+    return enough and devices.widens_bf16(left)
 
 
 def _rounded(

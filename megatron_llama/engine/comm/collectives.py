@@ -7,7 +7,8 @@ an event before and one after. The handle is the same, and so is what is counted
 
 Tensors are handed over as ``.data``. A backend that writes them (gloo does) would otherwise
 increase the autograd version of every view of the buffer, and weights that are views of a gathered
-buffer would then fail in backward.
+buffer would then fail in backward. A result that is waited for at once has no reader before it is
+written, and the host saves two operators.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def all_gather(full: Tensor, shard: Tensor, axis: Axis, *, async_op: bool = True
     note = _issue(axis, "all_gather", full)
 
     def issue(is_async: bool) -> Any:
-        return all_gather_single(full.data, shard.data, group=axis.communicator, async_op=is_async)
+        whole, part = (full.data, shard.data) if is_async else (full, shard)
+        return all_gather_single(whole, part, group=axis.communicator, async_op=is_async)
 
     return _start(axis, "all_gather", note, issue, async_op=async_op)
 
@@ -121,9 +123,8 @@ def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis, *, async_op: bool = 
         return _exchange_and_sum(shard.data, full.data, axis, note)
 
     def issue(is_async: bool) -> Any:
-        return reduce_scatter_single(
-            shard.data, full.data, group=axis.communicator, async_op=is_async
-        )
+        part, whole = (shard.data, full.data) if is_async else (shard, full)
+        return reduce_scatter_single(part, whole, group=axis.communicator, async_op=is_async)
 
     return _start(axis, "reduce_scatter", note, issue, async_op=async_op)
 

@@ -88,7 +88,8 @@ class _Linear(torch.autograd.Function):
         needs_x = ctx.needs_input_grad[0]
         needs_weights = ctx.needs_input_grad[FIRST_WEIGHT : FIRST_WEIGHT + count]
         needs_biases = ctx.needs_input_grad[FIRST_WEIGHT + count :]
-        grads = grad.split_with_sizes([len(weight) for weight in weights], dim=-1)
+        sizes = [len(weight) for weight in weights]
+        grads = (grad,) if count == 1 else grad.split_with_sizes(sizes, dim=-1)
         handles: list[ParamHandle | None] = [read.handle for read in ctx.unsharded]
         write_gradients = partial(_weight_gradients, handles, grads, needs_weights)
 
