@@ -21,7 +21,9 @@ import torch
 from megatron_llama.engine.comm import device as devices
 from tools.stream_check.recording import DeviceEvent, Recording, Stream, stream_name
 
-_HOST_KERNELS = frozenset({"megatron_llama.model.nn.attention", "megatron_llama.model.nn.sliding"})
+_HOST_KERNELS = frozenset(
+    f"megatron_llama.model.nn.{name}" for name in ("attention", "documents", "sliding")
+)
 """Modules that choose kernels by device and have none here but the host's: attention runs torch's
 kernel for CPUs instead of cuDNN's, flash or the efficient one, which read and write the same."""
 
