@@ -23,7 +23,8 @@ def by_word(rows: list[Row]) -> Callable[[str], Row]:
     return found
 
 
-def test_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_a_start() -> None:
     """Requests that the others make do not grow, and rank 0's are five for each."""
     small, large = (by_word(start(world)) for world in (64, 128))
     assert small("requests each").what == large("requests each").what == "rendezvous: 4 requests each"
@@ -40,6 +41,7 @@ def test_a_watch_names_the_rank_that_is_dead() -> None:
     assert all((row.seconds or 0) < 15 for row in many)
 
 
+@pytest.mark.long
 def test_data_is_held_once_by_a_machine() -> None:
     """Eight bytes of each document and four of each sample are in the file, and next to nothing in a process."""
     documents = 4_000_000

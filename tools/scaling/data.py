@@ -5,9 +5,9 @@ A dataset of short documents is made once. Each process opens it as a run does.
 
 from __future__ import annotations
 
-import json
-import os
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -84,16 +84,9 @@ def _processes(
     that it holds afterwards."""
     found = []
     for _ in range(PROCESSES):
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(write, json.dumps(_open(prefix, cache, documents, shares=shares)).encode())
-            os._exit(0)
-        os.close(write)
-        with os.fdopen(read) as pipe:
-            seconds, held = json.loads(pipe.read())
-        os.waitpid(child, 0)
-        found.append((seconds, held))
+        # A forked one would begin with this process's memory.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
+            found.append(apart.submit(_open, prefix, cache, documents, shares=shares).result())
     return found
 
 

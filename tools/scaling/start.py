@@ -4,10 +4,10 @@ makes, and what they tell each other before the first step."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +26,7 @@ from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.launch.open_files import OTHERS, PER_RANK
 from megatron_llama.train.setup.communicators import most_communicators, total_bytes
 from tools.scaling.rows import COMPUTED, MEASURED, Row
-from tools.scaling.store import Counted, request_seconds
+from tools.scaling.store import PATIENCE, Counted, request_seconds
 
 RANKS_OF_A_MACHINE = 8
 OBJECTS = 4
@@ -161,27 +161,24 @@ def _agreements(world: int) -> list[Row]:
 def _times() -> dict[str, float]:
     """Return the seconds of each message between two processes."""
     with TemporaryDirectory() as folder:
-        children = []
-        for rank in range(2):
-            child = os.fork()
-            if child == 0:
-                _be_rank(Path(folder), rank, 2)
-            children.append(child)
+        spawn = multiprocessing.get_context("spawn")
+        children = [
+            spawn.Process(target=_be_rank, args=(Path(folder), rank, 2), daemon=True)
+            for rank in range(2)
+        ]
         for child in children:
-            os.waitpid(child, 0)
+            child.start()
+        for child in children:
+            child.join()
         times: dict[str, float] = json.loads((Path(folder) / "times").read_text())
     return times
 
 
 def _be_rank(folder: Path, rank: int, size: int) -> None:
-    """Be one of the processes, and end."""
+    """Be one of the processes."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=60),
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=PATIENCE
     )
     value = torch.tensor(0)
     values: list[Any] = [None] * size
@@ -192,7 +189,7 @@ def _be_rank(folder: Path, rank: int, size: int) -> None:
     if rank == 0:
         (folder / "times").write_text(json.dumps(times))
     dist.barrier()
-    os._exit(0)
+    dist.destroy_process_group()
 
 
 def _median(message: Callable[[], object], count: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import time
 from collections import Counter
 from datetime import timedelta
@@ -13,6 +13,8 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 CLIENTS = 4
 REQUESTS = 4000
+PATIENCE = timedelta(minutes=5)
+"""How long processes wait for each other, which first import torch."""
 
 
 class Counted:
@@ -34,25 +36,28 @@ def request_seconds() -> float:
     as they can."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.set("position", "x" * 100)
-    children = []
-    for _ in range(CLIENTS):
-        child = os.fork()
-        if child == 0:
-            _ask(server.port)
-        children.append(child)
-    server.wait([f"ready/{number}" for number in range(CLIENTS)], timedelta(seconds=60))
+    spawn = multiprocessing.get_context("spawn")
+    children = [
+        spawn.Process(target=_ask, args=(server.port,), daemon=True) for _ in range(CLIENTS)
+    ]
+    for child in children:
+        child.start()
+    server.wait([f"ready/{number}" for number in range(CLIENTS)], PATIENCE)
     begun = time.perf_counter()
     server.set("go", "")
+    server.wait([f"done/{number}" for number in range(CLIENTS)], PATIENCE)
+    seconds = time.perf_counter() - begun
     for child in children:
-        os.waitpid(child, 0)
-    return (time.perf_counter() - begun) / (CLIENTS * REQUESTS)
+        child.join()
+    return seconds / (CLIENTS * REQUESTS)
 
 
 def _ask(port: int) -> None:
-    """Be a process that asks, and end."""
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    store.set(f"ready/{store.add('clients', 1) - 1}", "")
+    """Be a process that asks."""
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
+    number = store.add("clients", 1) - 1
+    store.set(f"ready/{number}", "")
     store.wait(["go"])
     for _ in range(REQUESTS):
         store.get("position")
-    os._exit(0)
+    store.set(f"done/{number}", "")

@@ -258,7 +258,7 @@ def test_two_launched_processes_call_it_again_and_again(launcher: Launcher, opti
         losses = json.loads(done.outs[rank].partition("losses ")[2].partition("\n")[0])
         assert {int(iteration): loss for iteration, loss in losses.items()} == pytest.approx(alone, rel=1e-6)
     raised = [[line for line in out.splitlines() if line.startswith("raised")] for out in done.outs]
-    assert raised[0] == ["raised ClusterError rank 1: got an error, expected all ranks at work False"] * 2
+    assert raised[0] == ["raised LostRankError rank 1: got an error, expected all ranks at work False"] * 2
     assert raised[1] == ["raised LookupError moon False", "raised TrainingError sun False"]
 
 
