@@ -192,7 +192,9 @@ def assert_equal(cluster: Cluster, run: Run, twins: Twins, others: Sequence[Run]
     """Every rank's losses, numbers and norms, the gradients of the first step, and the weights after the last one."""
     twin = twins.of(run, others)
     ranks = cluster.run(run.layout.world_size, train, run, twins.folder)
-    near = [deviation(found.losses, twin.numbers["loss"]) < LOSS_BOUND for found, _, _ in ranks]
+    # A square, as IPO's loss is, has twice the relative error of what is squared.
+    loss_bound = LOSS_BOUND * (2 if METHODS[run.method].method == "ipo" else 1)
+    near = [deviation(found.losses, twin.numbers["loss"]) < loss_bound for found, _, _ in ranks]
     near += [deviation(found.norms, twin.numbers["grad_norm"]) < GRADIENT_BOUND for found, _, _ in ranks]
     if not all(near):
         # Some processors' kernels take one process almost as far from TRL as it may be, and a layout a little further.
@@ -201,7 +203,7 @@ def assert_equal(cluster: Cluster, run: Run, twins: Twins, others: Sequence[Run]
             (single, twin.numbers["loss"], twin.numbers["grad_norm"]),
             *((f, single.losses, single.norms) for f, _, _ in ranks),
         ):
-            assert deviation(one.losses, losses) < LOSS_BOUND
+            assert deviation(one.losses, losses) < loss_bound
             assert deviation(one.norms, norms) < GRADIENT_BOUND
     for _, _, numbers in ranks:
         assert_same_numbers(METHODS[run.method], numbers, twin.numbers)
