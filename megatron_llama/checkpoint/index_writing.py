@@ -152,10 +152,12 @@ def plan_parts(parts: Sequence[Region], mesh: Mesh) -> Plans:
     ranks = mesh.dp.ranks
     writers = sorted({int(rank) for rank in all_gather_float(ranks[0], mesh.world)})
     outlines = gather_from(ranks, [Outline.of(part) for part in parts], mesh.world)
-    plan, held, index = None, list[HeldBoxes](), None
+    plan: PartPlan | None = None
+    held: list[HeldBoxes] = []
     if outlines is not None:
         plan, held = plan_part(ranks, outlines, mesh.pp.rank, mesh.tp.rank, mesh.tp.size)
     of_writers = gather_from(writers, held, mesh.world) if plan is not None else None
+    index: PartedIndex | None = None
     with raise_on_all_ranks(mesh.world):
         if of_writers is not None:
             index = plan_table(of_writers)

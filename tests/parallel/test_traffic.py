@@ -112,7 +112,8 @@ def assert_as_planned(layout: Layout, ranks: Sequence[Counted]) -> None:
         assert counted.traffic == trace.traffic(trace.stage_of(counted.pp_rank)), f"rank {rank}"
         if not layout.documents:  # masks and positions of samples are not planned
             # A stage that only embeds keeps so little that single numbers count.
-            assert planned_saved(plan, counted.pp_rank) == pytest.approx(counted.saved, rel=0.01, abs=64), f"rank {rank}"
+            least = 64 if 0 in layout.split else 0
+            assert planned_saved(plan, counted.pp_rank) == pytest.approx(counted.saved, rel=0.01, abs=least), f"rank {rank}"
 
 
 @pytest.mark.few(3)
