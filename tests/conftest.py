@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,11 +21,13 @@ from tests.harness import Cluster, be_patient
 from tests.launcher import TORCH, Launcher
 from tests.plant import ERROR_KEYS, plant_in_workers
 from tests.refusals import rehearsing
+from tests.unsynced import leave_writes_to_the_system
 
 torch.set_num_threads(1)
 # torch looks at it once, at the first matrix product on a GPU, and tests in deterministic mode may come after others.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 be_patient()
+leave_writes_to_the_system()
 # A shell ignores it for what it starts in the background, and so would all processes of tests that send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -107,11 +110,19 @@ def refusals_are_rehearsed() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_is_there_is_collected_once() -> None:
+def imported() -> set[int]:
+    """How many modules there were when garbage was collected last."""
+    return set()
+
+
+@pytest.fixture(autouse=True)
+def what_is_there_is_collected_once(imported: set[int]) -> None:
     """A command collects garbage when it ends. It would look at every test of the session, and at all that they have imported, each time:
-    for longer than most commands take here."""
-    gc.collect()
-    gc.freeze()
+    for longer than most commands take here. So it is with what the test before, the first one of its file, has imported."""
+    if len(sys.modules) not in imported:
+        imported.add(len(sys.modules))
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

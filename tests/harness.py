@@ -16,12 +16,15 @@ from typing import Any
 
 from megatron_llama.prove.pool import WorkerError, WorkerPool, be_patient
 
+from tests.unsynced import leave_writes_to_the_system
+
 __all__ = ["PRELOAD", "Cluster", "WorkerError", "be_patient"]
 
 PRELOAD = ["megatron_llama.prove.run", "tests.harness"]
 """Imported once, by the server that the workers are forked from."""
 SMALL_JOB = 2
 """Processes."""
+leave_writes_to_the_system()  # the server of the workers imports this file
 
 
 class Cluster(WorkerPool):

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from tests.plant import ERROR_KEYS, plant_what_is_ordered
+from tests.unsynced import leave_writes_to_the_system
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT = 300.0
@@ -333,6 +334,7 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         import_module(name)
     plant_what_is_ordered()
+    leave_writes_to_the_system()
     if ERROR_KEYS in os.environ:
         from tests.recorded import record_if_asked  # with the package, of which a fresh process has nothing
 

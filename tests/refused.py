@@ -6,9 +6,12 @@
 
 from __future__ import annotations
 
+import gc
 import re
+from functools import cache
 
 from tools.errors_docs.match import Sentence, sentence_of, site_of_text, site_that_made
+from tools.errors_docs.sites import all_sites
 
 from tests.recorded import recorder
 
@@ -38,6 +41,17 @@ def keys(error: BaseException | str) -> list[str]:
 
 
 def _sentence(text: str) -> Sentence | None:
+    _read_sites()
     made = recorder().made.get(text)
     site = site_that_made(made) if made is not None else site_of_text(text)
     return sentence_of(site, text) if site is not None else None
+
+
+@cache
+def _read_sites() -> None:
+    """Read the package, without looking for garbage meanwhile or at a million nodes of syntax trees in each collection after: a command
+    collects garbage when it ends."""
+    gc.disable()
+    all_sites()
+    gc.freeze()
+    gc.enable()

@@ -215,7 +215,8 @@ def message_of_save(place: Place, layout: Layout, folder: Path, full_rank: int) 
     return str(caught.value)
 
 
-@pytest.mark.parametrize("full_rank", [0, 1])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("full_rank", [1, 0])
 def test_ranks_agree_on_a_full_disk_of_one(cluster: Cluster, tmp_path: Path, full_rank: int) -> None:
     messages = cluster.run(2, message_of_save, Layout(dp=2), tmp_path, full_rank)
     assert messages[0] == messages[1]

@@ -294,7 +294,7 @@ def test_the_check_leaves_in_memory_what_was_there_and_nothing_else(user: int | 
         folder.chmod(0o755)
         with open(path, "w+b") as file:
             file.write(os.urandom(4 * BLOCK_BYTES))
-            os.fsync(file.fileno())
+            os.fdatasync(file.fileno())
             running = RunningSums()
             running.add(memoryview(path.read_bytes()))
             forget(file.fileno(), [(0, 4 * BLOCK_BYTES)])

@@ -56,7 +56,7 @@ def quiet_port() -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["static", "standalone"])
+@pytest.mark.parametrize("kind", [pytest.param("static", marks=pytest.mark.soak), "standalone"])
 def test_a_killed_rank_restarts_the_run(kind: str, product: Product, tmp_path: Path) -> None:
     """At step 20 of a run that saves every 8: resumed from 16, by the ranks of a second attempt under the same launcher."""
     folder, straight = tmp_path / "killed", tmp_path / "straight"

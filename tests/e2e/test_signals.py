@@ -109,7 +109,7 @@ def test_others_end_when_the_host_of_the_store_hangs(product: Product) -> None:
     assert re.search(r"; rank 1 is in .+ \(iteration \d+\)", ended.errs[1])
 
 
-KILLS, KILLS_OF_A_SOAK = 10, 200
+KILLS, KILLS_OF_A_SOAK = 6, 200
 
 
 @pytest.mark.long

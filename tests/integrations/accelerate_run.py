@@ -1,4 +1,4 @@
-"""One rank of loops of Accelerate, with its own DDP and with the engine: ``python accelerate_run.py CASE FOLDER``. Rank 0 prints what they made."""
+"""One rank of loops of Accelerate, with its own DDP and with the engine. Rank 0 prints what they made."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def refused(folder: Path) -> Any:
     return found
 
 
-if __name__ == "__main__":
+def main() -> None:
     case, folder, *arguments = sys.argv[1:]
     found = {"compare": compare, "states": states, "refused": refused}[case](Path(folder), *arguments)
     if torch.distributed.get_rank() == 0:

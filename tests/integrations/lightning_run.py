@@ -1,4 +1,4 @@
-"""One rank of runs of Lightning, with its own DDP and with the engine: ``python lightning_run.py CASE FOLDER``. Rank 0 prints what they made."""
+"""One rank of runs of Lightning, with its own DDP and with the engine. Rank 0 prints what they made."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def refused(folder: Path) -> Any:
     return found
 
 
-if __name__ == "__main__":
+def main() -> None:
     case, folder = sys.argv[1:]
     found = {"compare": compare, "refused": refused}[case](Path(folder))
     if torch.distributed.get_rank() == 0:

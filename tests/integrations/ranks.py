@@ -1,37 +1,34 @@
-"""Scripts of this folder in two processes, as torchrun starts them."""
+"""Scripts of this folder in two processes, as torchrun starts them, which find the other libraries imported."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.launcher import ROOT, free_port, torchrun
+from tests.launcher import Launcher
 
 RANKS = 2
 
 
-def found(script: str, case: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    """What rank 0 has found."""
-    place = torchrun(RANKS, free_port())
-    command = [sys.executable, str(Path(__file__).parent / script), case, str(folder), *arguments]
-    # Other packages may be beside the environment.
-    path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HOME": str(folder)}
-    ranks = [
-        subprocess.Popen(command, env=environ | place(rank), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(RANKS)
-    ]
-    outs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(outs)
-    printed = re.search(r"^found (.*)$", outs[0], re.MULTILINE)
-    assert printed is not None, outs[0]
-    return json.loads(printed[1])
+@dataclass(frozen=True)
+class Ranks:
+    """Processes of one script, a module that has ``main``."""
+
+    launcher: Launcher
+    script: str
+
+    def find(self, case: str, folder: Path, *arguments: str) -> dict[str, Any]:
+        """What rank 0 has found."""
+        code = f"from {self.script} import main\nmain()"
+        ended = self.launcher.run([case, folder, *arguments], RANKS, cwd=folder, code=code)
+        assert ended.codes == (0,) * RANKS, f"exit {ended.codes}\n{ended.outs}\n{ended.err}"
+        printed = re.search(r"^found (.*)$", ended.out, re.MULTILINE)
+        assert printed is not None, ended.out
+        return json.loads(printed[1])
 
 
 def deviation(lines: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.ranks import deviation, found
+from tests.integrations.ranks import Ranks, deviation
 
+SCRIPT = "tests.integrations.lightning_run"
 BOUND = 2e-6
 
 
 @pytest.mark.lightning
-def test_a_module_is_fitted_as_under_ddp_and_resumes(tmp_path: Path) -> None:
+def test_a_module_is_fitted_as_under_ddp_and_resumes(ranks: Ranks, tmp_path: Path) -> None:
     """Runs with and without the engine load each other's checkpoints."""
-    by_kind = found("lightning_run.py", "compare", tmp_path)
+    by_kind = ranks.find("compare", tmp_path)
     plain = by_kind["plain"]
     assert len(plain) == 56 and plain[-1][1] < plain[0][1] / 4
     assert deviation(by_kind["engine"], plain) < BOUND
@@ -27,6 +28,6 @@ def test_a_module_is_fitted_as_under_ddp_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.lightning
-def test_what_the_engine_does_otherwise_is_said(tmp_path: Path) -> None:
-    said = found("lightning_run.py", "refused", tmp_path)
+def test_what_the_engine_does_otherwise_is_said(ranks: Ranks, tmp_path: Path) -> None:
+    said = ranks.find("refused", tmp_path)
     assert "got value, expected norm" in said["value"] and "precision=16-true" in said["precision"]

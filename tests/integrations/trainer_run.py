@@ -1,4 +1,4 @@
-"""One rank of runs of Transformers' Trainer and TRL's, with their own DDP and with the engine: ``python trainer_run.py CASE FOLDER``. Rank 0 prints what they
+"""One rank of runs of Transformers' Trainer and TRL's, with their own DDP and with the engine. Rank 0 prints what they
 made."""
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def sft(folder: Path) -> Any:
     return found
 
 
-if __name__ == "__main__":
+def main() -> None:
     case, folder = sys.argv[1:]
     found = {"hf": hf, "dpo": dpo, "sft": sft}[case](Path(folder))
     if torch.distributed.get_rank() == 0:

@@ -164,7 +164,7 @@ SPREAD = [
 ]
 
 
-@pytest.mark.few(16, all=100)
+@pytest.mark.few(9, all=60)
 @pytest.mark.parametrize("recompute", GRANULARITIES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp64", marks=pytest.mark.long)])
 @pytest.mark.parametrize("layout", SPREAD, ids=lambda layout: " ".join((layout.name, layout.recompute_layers, *dict(layout.fields))))

@@ -30,6 +30,7 @@ def drawn(sampling: Sampling, times: int = 4000) -> Tensor:
     return torch.bincount(torch.tensor(tokens), minlength=5) / times
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("changes", "kept"),
     [

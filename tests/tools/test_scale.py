@@ -35,6 +35,7 @@ def test_a_start() -> None:
     assert large("NCCL communicators").memory and large("ulimit -n 640").origin == COMPUTED
 
 
+@pytest.mark.long
 def test_a_watch_names_the_rank_that_is_dead() -> None:
     few, many = (watch(world) for world in (64, 640))
     assert [row.what for row in few if row.who == "others"] == [row.what for row in many if row.who == "others"], "they ask no more often"

@@ -51,6 +51,7 @@ def test_regions_without_an_engine_are_those_of_the_engines(cluster: Cluster) ->
             assert boxes(parts) == expected
 
 
+@pytest.mark.long
 def test_a_rank_reads_its_part_and_rank_0_the_index(tmp_path: Path) -> None:
     saves = checkpoint.saved(tmp_path, GRID)
     sizes = {path.name: path.stat().st_size for path in tmp_path.glob("index*.json")}

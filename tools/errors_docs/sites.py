@@ -42,6 +42,10 @@ PASSING_ON = frozenset(
     }
 )
 """Functions that make sentences of the words that their callers give. The callers have the keys."""
+PASSING_METHODS = frozenset(
+    (module, method) for module, _, method in (place.rsplit(".", 2) for place in PASSING_ON)
+)
+"""Module and name of those that are methods."""
 FIELDS = Module(PACKAGE / "config" / "fields.py")
 """Has the ``problem`` of the readers that define none."""
 
@@ -273,7 +277,7 @@ class _Reading:
             case _:
                 return None
         for module in (self.module, FIELDS):
-            if any(re.fullmatch(rf"{module.name}\.\w+\.{name}", place) for place in PASSING_ON):
+            if (module.name, name) in PASSING_METHODS:
                 for node in ast.walk(module.tree):
                     if isinstance(node, ast.FunctionDef) and node.name == name:
                         return module, node

@@ -107,7 +107,8 @@ def test_fp16_has_the_bits_of_one_process(mixed: bool, strategy: str, cluster: C
         assert same and 2 < skips < STEPS - 6
 
 
-@pytest.mark.parametrize("strategy", [STRATEGIES[-1], pytest.param(STRATEGIES[0], marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", [STRATEGIES[-1], STRATEGIES[0]])
 def test_fp16_over_four_ranks_has_the_bits_of_one_process(strategy: str, cluster: Cluster) -> None:
     for same, skips in cluster.run(4, trained, strategy, True):
         assert same and 2 < skips < STEPS - 6

@@ -21,7 +21,7 @@ from tests.harness import Cluster
 
 SINGLE = Place(0, 1, 0)
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-WIDTH, WORDS, LENGTH, STEPS, CLIP = 12, 17, 6, 20, 0.3
+WIDTH, WORDS, LENGTH, STEPS, CLIP = 12, 17, 6, 8, 0.3
 LR, DECAY, BETAS = 2e-2, 0.1, (0.9, 0.95)
 MATRICES = ("*.qkv.weight", "*.out.weight", "*.mix")
 """The patterns of what Muon has without a word of the user."""
@@ -172,6 +172,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_train_as_torch_does(case: str, cluster: Cluster) -> None:
     ranks, options = CASES[case]
@@ -190,6 +191,7 @@ KINDS: dict[str, tuple[ml.Muon, Sequence[str], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_user_says_what_muon_has(kind: str, cluster: Cluster) -> None:
     optimizer, matrices, torchs = KINDS[kind]

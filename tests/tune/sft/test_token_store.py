@@ -220,6 +220,7 @@ def test_numbers_of_the_run_and_code_matter(file: Path, tmp_path: Path, chat: Ch
     assert len(entries(tmp_path / "cache")) == 5
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("how", ["a bit", "cut", "removed"])
 @pytest.mark.parametrize("name", ["ids", "loss_mask", "lengths", "prompts", "kinds", META])
 def test_a_damaged_entry_is_made_again(name: str, how: str, file: Path, tmp_path: Path, chat: ChatTokenizer) -> None:
