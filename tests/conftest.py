@@ -50,6 +50,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         _import_a_share(session.config)
         return (yield)
     finally:
+        gc.freeze()  # two seconds if it were looked through once; next to nothing of it is garbage
         gc.enable()
 
 
@@ -110,17 +111,17 @@ def refusals_are_rehearsed() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imported() -> set[int]:
-    """How many modules there were when garbage was collected last."""
+def collected_at() -> set[int]:
+    """The numbers of imported modules at which garbage was collected within this file."""
     return set()
 
 
 @pytest.fixture(autouse=True)
-def what_is_there_is_collected_once(imported: set[int]) -> None:
+def what_is_there_is_collected_once(collected_at: set[int]) -> None:
     """A command collects garbage when it ends. It would look at every test of the session, and at all that they have imported, each time:
-    for longer than most commands take here. So it is with what the test before, the first one of its file, has imported."""
-    if len(sys.modules) not in imported:
-        imported.add(len(sys.modules))
+    for longer than most commands take here. The first test of a file may import more."""
+    if len(sys.modules) not in collected_at:
+        collected_at.add(len(sys.modules))
         gc.collect()
         gc.freeze()
 

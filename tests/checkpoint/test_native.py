@@ -100,7 +100,7 @@ def load_each(place: Place, layout: Layout, folders: list[Path]) -> list[Held]:
     return [load_into(run, folder, LATER) for folder in folders]
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, all=3)
 @pytest.mark.parametrize("after", LOADED, ids=lambda layout: layout.name)
 def test_saved_under_one_layout_and_loaded_under_another(
     cluster: Cluster, origins: list[Origin], after: Layout, request: pytest.FixtureRequest

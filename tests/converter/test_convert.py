@@ -61,7 +61,7 @@ def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return hf_folder(tmp_path_factory.mktemp("hf") / "model", dtype, **fields)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(4, all=24)
 @pytest.mark.parametrize(("original", "target"), PAIRS, indirect=["original"])
 def test_round_trip(original: Path, tmp_path: Path, target: str) -> None:
     there = convert(original, tmp_path / "there", "--to", target.split()[0], *TARGETS[target])

@@ -162,7 +162,7 @@ def command(*words: object) -> None:
     assert main(list(map(str, words))) == 0
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(4, all=14)
 @pytest.mark.parametrize("form", ["native", "megatron", pytest.param("torch_dist", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_conversion_there_and_back(name: str, form: str, tokenizer: Tokenizer, tmp_path: Path, capsys: Capture) -> None:

@@ -56,7 +56,7 @@ ALONE = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(4, all=10)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("layout", ALONE, ids=lambda layout: layout.name)
 def test_one_process(layout: Layout, chunk: int) -> None:

@@ -80,7 +80,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, all=5)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_layout_trains_the_same(cluster: Cluster, single: dict[Layout, Record], layout: Layout) -> None:
     layout = replace(layout, lora=ONE.lora, steps=ONE.steps)

@@ -21,7 +21,7 @@ from tests.harness import Cluster
 
 SINGLE = Place(0, 1, 0)
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-WIDTH, WORDS, LENGTH, STEPS, CLIP = 12, 17, 6, 8, 0.3
+WIDTH, WORDS, LENGTH, STEPS, CLIP = 12, 17, 6, 20, 0.3
 LR, DECAY, BETAS = 2e-2, 0.1, (0.9, 0.95)
 MATRICES = ("*.qkv.weight", "*.out.weight", "*.mix")
 """The patterns of what Muon has without a word of the user."""

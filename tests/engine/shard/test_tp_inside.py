@@ -39,7 +39,7 @@ from tests.refused import keys
 
 WIDTH, HEAD = 32, 8
 STEPS = 5
-"""An operator of DTensors takes the host a millisecond."""
+"""Few, because an operator of DTensors takes the host a millisecond."""
 LOSS, NORM = 1e-6, 2e-5
 
 
@@ -230,21 +230,23 @@ def require_weights(found: Mapping[str, Tensor], expected: Mapping[str, Tensor])
         assert float((found[name] - value).abs().max()) < 0.02 * LR, name
 
 
-def train_by_every_strategy(place: Place, plan: str) -> list[Curve]:
+def train_by_every_strategy(place: Place, plan: str, steps: int) -> list[Curve]:
     mesh = grid()
     curves = []
     for strategy in STRATEGIES:
         with sharded(mesh, plan, strategy=strategy) as engine:
-            curves.append(steps_of(engine, mesh, range(STEPS)))
+            curves.append(steps_of(engine, mesh, range(steps)))
     return curves
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("plan", PLANS)
-def test_ranks_train_as_one_process(cluster: Cluster, plan: str) -> None:
-    expected, _ = alone()
+@pytest.mark.parametrize(
+    ("plan", "steps"),
+    [("plain", STEPS), *(pytest.param(plan, steps, marks=pytest.mark.long) for plan, steps in (("plain", 20), ("sequence", STEPS)))],
+)
+def test_ranks_train_as_one_process(cluster: Cluster, plan: str, steps: int) -> None:
+    expected, _ = alone(steps)
     assert min(expected.norms) > CLIP
-    for curves in cluster.run(4, train_by_every_strategy, plan):
+    for curves in cluster.run(4, train_by_every_strategy, plan, steps):
         for curve in curves:
             require_close(curve, expected)
 

@@ -204,7 +204,7 @@ def mixed_steps(place: Place, kind: str, strategy: str, recomputes: bool) -> boo
     return same
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(2, all=6)
 @pytest.mark.parametrize("strategy", STRATEGIES[::-1])
 @pytest.mark.parametrize("kind", MIXES)
 def test_units_of_other_dtypes_have_the_bits_of_one_process(kind: str, strategy: str, cluster: Cluster) -> None:

@@ -220,7 +220,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(2, all=4)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD with dampening", "NAdam"])
 def test_counts_are_saved_and_loaded_by_any_number_of_ranks(optimizer: str, strategy: str, cluster: Cluster) -> None:

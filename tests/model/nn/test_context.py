@@ -172,7 +172,7 @@ def check_exchange(place: Place) -> None:
     assert cp.recorder.traffic == {("cp", "send"): Traffic(steps, 12 * steps), ("cp", "receive"): Traffic(steps, 12 * steps)}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(3, all=12)
 @SIZES
 @COMMS
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)

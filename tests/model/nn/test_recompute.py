@@ -133,6 +133,7 @@ SPLIT += [Run(tp=2, sp=True, fields=tuple(fields.items())) for fields in FIELDS.
 
 
 @pytest.mark.long
+@pytest.mark.few(1, all=16)
 @pytest.mark.parametrize("recompute", GRANULARITIES)
 @pytest.mark.parametrize("layout", SPLIT, ids=lambda layout: " ".join((layout.name, *dict(layout.fields))))
 def test_a_split_pass_keeps_what_the_formula_says(cluster: Cluster, layout: Run, recompute: Granularity) -> None:
