@@ -82,7 +82,8 @@ def take(folder: str, barrier: Barrier, answers: SimpleQueue[str]) -> None:
         barrier.wait()
 
 
-@pytest.mark.parametrize("before", ["nobody", "one that is gone"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("before", ["one that is gone", "nobody"])
 def test_of_several_starts_at_once_exactly_one_goes_on(before: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     if before != "nobody":

@@ -28,6 +28,7 @@ def test_the_loop_trains_as_under_ddp(ranks: Ranks, tmp_path: Path, strategy: st
     assert deviation(by_kind["engine"], by_kind["plain"]) < bound
 
 
+@pytest.mark.long
 def test_states_are_saved_and_loaded(ranks: Ranks, tmp_path: Path) -> None:
     """What ``save_state`` keeps is gone on from, also what was saved without the engine; models are saved as by Accelerate."""
     by_kind = ranks.find("states", tmp_path)

@@ -24,6 +24,7 @@ def test_a_trainer_trains_as_under_ddp_and_resumes(ranks: Ranks, tmp_path: Path)
     assert by_kind["same names"] and by_kind["largest difference"] < 1e-6
 
 
+@pytest.mark.long
 def test_preferences_are_learned_by_adapters_without_a_second_model(ranks: Ranks, tmp_path: Path) -> None:
     """The reference of DPO is the model whose adapters are switched off, within the step."""
     by_kind = ranks.find("dpo", tmp_path)

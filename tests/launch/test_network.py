@@ -201,7 +201,7 @@ def test_an_address_that_no_interface_has(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_first_machine_that_is_called_localhost(tmp_path: Path) -> None:
     """What torchrun gives out where the full name of the first machine is localhost."""
-    found = found_by_ranks(named(LOOPBACK_NAMES, MASTER_ADDR="localhost"), tmp_path, minutes=0.05)
+    found = found_by_ranks(named(LOOPBACK_NAMES, MASTER_ADDR="localhost"), tmp_path, minutes=0.1)
     for rank in (1, 2):
         assert str(found[rank][0]).startswith(
             f"MASTER_ADDR on rank {rank}: got localhost, which is 127.0.0.1: beta itself and not the machine"

@@ -16,7 +16,8 @@ NAMED_WITHIN = 15.0
 DEAD, CALLER = 4711, 300
 
 
-@pytest.mark.parametrize("kind", [FAILED, STUCK])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", [STUCK, FAILED])
 def test_the_right_rank_is_named_in_time_at_16384_ranks(kind: str) -> None:
     result = search(16384, kind, dead=DEAD, caller=CALLER)
     assert {(one.reason, one.silent) for one in result.found} == {(f"rank {DEAD} does not answer", (DEAD,))}

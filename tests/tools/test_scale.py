@@ -53,6 +53,7 @@ def test_data_is_held_once_by_a_machine() -> None:
     assert 12 * documents < (file.bytes or 0) < 17 * documents
 
 
+@pytest.mark.long
 def test_the_command() -> None:
     done = subprocess.run([sys.executable, str(ROOT / "tools" / "scale.py"), "--world", "16", "--part", "watch"], capture_output=True, text=True, timeout=300, check=True)
     assert "| watch | right rank named after another fails | all |" in done.stdout and "| computed |" in done.stdout

@@ -160,7 +160,7 @@ def trained(place: Place, strategy: str, case: str, clip: float, options: dict[s
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_frozen_between_steps_trains_as_with_torch(strategy: str, case: str, cluster: Cluster) -> None:
     ways = TOGETHER if case == "parts of a bucket" else WAYS
-    for options, clip in [*((way, 0.3) for way in ways), (ways[0], 0.0)]:
+    for options, clip in zip(ways, (0.0, 0.3, 0.3), strict=True):
         assert max(cluster.run(2, trained, strategy, case, clip, options)) <= 1e-6, (options, clip)
 
 

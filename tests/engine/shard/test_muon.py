@@ -236,6 +236,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_nan_on_one_rank_changes_no_bit(strategy: str, cluster: Cluster) -> None:
     assert all(cluster.run(2, skipped, strategy))

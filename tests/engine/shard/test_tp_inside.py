@@ -377,6 +377,7 @@ def loaded(folder: Path) -> dict[str, Tensor]:
     return state["model"]
 
 
+@pytest.mark.long
 def test_what_some_ranks_save_others_go_on_with(cluster: Cluster, tmp_path: Path) -> None:
     expected, _ = alone(6)
     _, weights = alone(3)

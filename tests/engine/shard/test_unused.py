@@ -187,9 +187,9 @@ def beside_ddp(place: Place, optimizers: Sequence[str], kinds: Sequence[Mapping[
     return differences
 
 
-@pytest.mark.few(2, all=4)
+@pytest.mark.few(1, all=4)
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", STRATEGIES[::-1])
 def test_what_no_rank_uses_is_left_out_as_by_ddp(strategy: str, world: int, cluster: Cluster) -> None:
     hybrid = [{"shard_size": 2}] if world == 4 and strategy != "no_shard" else []
     optimizers = [*OPTIMIZERS] if world == 2 else ["AdamW", "NAdam"]

@@ -206,6 +206,7 @@ def check_by_flash(place: Place, comm: Any, with_documents: bool) -> int:
     return computed
 
 
+@pytest.mark.few(2)
 @COMMS
 @pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
 def test_flash_attention_over_ranks(cluster: Cluster, comm: str, with_documents: bool) -> None:

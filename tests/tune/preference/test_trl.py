@@ -250,14 +250,11 @@ def test_one_process_trains_as_trl_does(cluster: Cluster, twins: Twins, run: Run
     assert_equal(cluster, run, twins, ALONE)
 
 
-OF_EACH_KIND = ("dpo", "kto", "reward", "orpo")
-"""One method of each kind of examples."""
-
-
-@pytest.mark.parametrize("method", OF_EACH_KIND)
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["dpo", "kto", "reward", "orpo"])
 def test_its_tokens_are_ours(twins: Twins, method: str) -> None:
     """The prompt and the completions of every example, with the mismatched ones of kto."""
-    record = twins.of(Run(method), [Run(name) for name in OF_EACH_KIND])
+    record = twins.of(Run(method), ALONE)
     pairs = twins.samples[Run(method)]._pairs
     for example, columns in enumerate(record.examples):
         ids = [pairs.ids[number].tolist() for number in pairs.texts_of(example)]
