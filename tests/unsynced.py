@@ -14,5 +14,5 @@ def leave_writes_to_the_system() -> None:
     os.fsync = _is_open
 
 
-def _is_open(descriptor: Any) -> None:
-    os.fstat(descriptor if isinstance(descriptor, int) else descriptor.fileno())
+def _is_open(fd: Any) -> None:
+    os.fstat(fd if isinstance(fd, int) else fd.fileno())
