@@ -48,7 +48,6 @@ class Grid:
     pp: int
     dp: int
     model: str = "llama3.1-405b"
-    strategy: str = "optim"
 
     def rank(self, stage: int, data: int, tensor: int) -> int:
         """Return the global rank at a place."""
@@ -70,7 +69,9 @@ class Grid:
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
             sequence_parallel=self.tp > 1,
-            data_parallel_sharding_strategy=self.strategy,
+            data_parallel_sharding_strategy="optim"
+            if self.tp * self.pp > 1
+            else "optim_grads_params",
             account_for_embedding_in_pipeline_split=counts_ends,
             account_for_loss_in_pipeline_split=counts_ends,
         )
@@ -213,7 +214,7 @@ def resume(world: int) -> list[Row]:
 
 def sharded(world: int) -> list[Row]:
     """Return what save and start take of a model that is only sharded."""
-    return resumed(Grid(1, 1, world, "llama3.1-8b", "optim_grads_params"))
+    return resumed(Grid(1, 1, world, "llama3.1-8b"))
 
 
 def resumed(grid: Grid) -> list[Row]:
