@@ -345,7 +345,7 @@ def attention_documents(sizes: Sizes) -> Case:
     qkv = sizes.draw(sizes.tokens, 1, HEADS + 2 * KEYS, WIDTH).requires_grad_()
     parts = torch.split(qkv, [HEADS, KEYS, KEYS], dim=2)
     starts = torch.arange(0, sizes.tokens + 1, sizes.tokens // 4, dtype=torch.int32)
-    documents = Documents(starts.to(sizes.device), tuple(starts.tolist()))
+    documents = Documents(starts.to(sizes.device), starts.long().numpy())
 
     def both(backend: AttentionBackend) -> None:
         query, key, value = parts

@@ -29,11 +29,12 @@ PARTS: Mapping[str, str] = MappingProxyType(
         "save": "checkpoint:save",
         "resume": "checkpoint:resume",
         "data": "data:data",
+        "sharded": "checkpoint:sharded",
         "one-index": "checkpoint:one_index",
     }
 )
 """The function of each part in ``tools/scaling``: the number of processes becomes rows."""
-ON_REQUEST = ("one-index",)
+ON_REQUEST = ("sharded", "one-index")
 """Parts that only run where they are named: minutes, and gigabytes of memory."""
 
 

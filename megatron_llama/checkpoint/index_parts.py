@@ -5,6 +5,8 @@
     index.pp3.tp5.json      a part: the chunks of the boxes that are held by tensor-parallel rank 5
                             of pipeline rank 3 alone
     index.pp3.json          the chunks of tensors that ranks of one pipeline rank hold in copies
+    index.pp3.tp5.dp7.json  these where many ranks share the weights: those of the eighth group of
+                            neighbours among them
 
 A reader takes the table, and then only the parts whose boxes it wants. The proof that every element
 is there once is divided in the same way: the boxes of the table make up each tensor, and the chunks

@@ -1,12 +1,12 @@
 """Plans and writes an index in parts (``index_parts.py``).
 
-The ranks that hold the same weights send their chunks to the first of them, the *writer* of their
-part. It looks once whether the chunks make up boxes, and in every save writes the part. Rank 0
-hears from the writers alone: of boxes in the plan, of checksums in a save."""
+Neighbours among the ranks over which weights are sharded send their chunks to the first of them,
+the *writer* of their part. It looks once which boxes the chunks make up, and in every save writes
+the part. Rank 0 hears from the writers alone: of boxes in the plan, of checksums in a save."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -37,6 +37,11 @@ from megatron_llama.engine.mesh import Mesh
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size."""
+PARTS = 256
+"""Parts of an index of thousands of ranks, in whatever layout. A rank reads one or two at a
+resume, and rank 0 hears from as many writers."""
+FEWEST_SHARING = 8
+"""Ranks that share a part at least, if there are so many: those of a machine read the same one."""
 
 
 @dataclass(frozen=True)
@@ -146,17 +151,53 @@ class Plans(TypedDict):
     writers: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """The ranks whose chunks are in one part of the index, and the names of their parts."""
+
+    ranks: tuple[int, ...]
+    """The first one is the writer."""
+    own: str
+    common: str
+    """The part of the first tensor-parallel rank for what the others hold in copies: they should
+    not have to read all of that rank's part for a norm."""
+
+    @staticmethod
+    def of(
+        dp: Sequence[int], data: int, stage: tuple[int, int], tensor: tuple[int, int]
+    ) -> Sharing:
+        """Return those with which number ``data`` of the ranks ``dp`` shares a part. ``stage`` and
+        ``tensor`` are number and size on the pipeline and tensor axes."""
+        blocks = max(1, PARTS // (stage[1] * tensor[1]))
+        length = max(FEWEST_SHARING, -(-len(dp) // blocks))
+        block = data // length
+        name = f"index.pp{stage[0]}"
+        end = f".dp{block}.json" if len(dp) > length else ".json"
+        ranks = tuple(dp[block * length : (block + 1) * length])
+        return Sharing(ranks, f"{name}.tp{tensor[0]}{end}", f"{name}{end}")
+
+
+def sharing(mesh: Mesh) -> Sharing:
+    """Return those with which this rank shares a part."""
+    stage, tensor = ((axis.rank, axis.size) for axis in (mesh.pp, mesh.tp))
+    return Sharing.of(mesh.dp.ranks, mesh.dp.rank, stage, tensor)
+
+
 def plan_parts(parts: Sequence[Region], mesh: Mesh) -> Plans:
     """Return the plans of the table, on rank 0, and of this rank's parts. Collective. Raises
     CheckpointError, on every rank, if the chunks of all ranks do not make up the tensors."""
-    ranks = mesh.dp.ranks
-    writers = sorted({int(rank) for rank in all_gather_float(ranks[0], mesh.world)})
-    outlines = gather_from(ranks, [Outline.of(part) for part in parts], mesh.world)
+    place = sharing(mesh)
+    writers = sorted({int(rank) for rank in all_gather_float(place.ranks[0], mesh.world)})
+    outlines = gather_from(place.ranks, [Outline.of(part) for part in parts], mesh.world)
     plan: PartPlan | None = None
-    held: list[HeldBoxes] = []
+    of_writers: list[list[HeldBoxes]] | None = None
     if outlines is not None:
-        plan, held = plan_part(ranks, outlines, mesh.pp.rank, mesh.tp.rank, mesh.tp.size)
-    of_writers = gather_from(writers, held, mesh.world) if plan is not None else None
+        keys = {outline.key for own in outlines for outline in own}
+        # The tensor ranks beside a writer are writers, too.
+        of_line = gather_from(mesh.tp.ranks, keys, mesh.world)
+        common = of_line[0].difference(*of_line[1:]) if of_line and len(of_line) > 1 else set()
+        plan, held = plan_part(place, outlines, common)
+        of_writers = gather_from(writers, held, mesh.world)
     index: PartedIndex | None = None
     with raise_on_all_ranks(mesh.world):
         if of_writers is not None:
@@ -166,10 +207,10 @@ def plan_parts(parts: Sequence[Region], mesh: Mesh) -> Plans:
 
 @paused_collector()
 def plan_part(
-    ranks: Sequence[int], outlines: Iterable[Iterable[Outline]], stage: int, tp: int, tp_size: int
+    place: Sharing, outlines: Iterable[Iterable[Outline]], common: Collection[str]
 ) -> tuple[PartPlan, list[HeldBoxes]]:
-    """Return the plan of the parts of a writer at this place of the pipeline and tensor axes, and
-    the boxes that its parts hold."""
+    """Return the plan of the parts of a writer for the chunks of each rank, and the boxes that its
+    parts hold. ``common`` are the tensors of which no other tensor rank writes any."""
     tensors: dict[str, list[Outline]] = {}
     for outline in chain.from_iterable(outlines):
         tensors.setdefault(outline.key, []).append(outline)
@@ -178,13 +219,10 @@ def plan_part(
     for key, own in tensors.items():
         [(shape, dtype)] = {(outline.shape, outline.dtype) for outline in own}
         boxes = merged_boxes(outline.box for outline in own)
-        # A tensor that the first tensor rank holds whole is one that the others hold in copies:
-        # they should not have to read all of this rank's part for a norm.
-        is_common = tp_size > 1 and tp == 0 and boxes == [((0,) * len(shape), shape)]
-        name = f"index.pp{stage}.json" if is_common else f"index.pp{stage}.tp{tp}.json"
+        name = place.common if key in common else place.own
         held.append(HeldBoxes(key, shape, dtype, tuple(boxes), name))
         chunks.setdefault(name, {})[key] = sorted(outline.box for outline in own)
-    return PartPlan(tuple(ranks), chunks), held
+    return PartPlan(place.ranks, chunks), held
 
 
 def plan_table(held: Iterable[Iterable[HeldBoxes]]) -> PartedIndex:
@@ -247,7 +285,7 @@ def collect_written(
 ) -> list[WrittenParts] | None:
     """Have the writers write their parts for what all ranks have written, and return their results
     on rank 0; None on the others. Collective. Raises CheckpointError on every rank."""
-    of_part = gather_from(mesh.dp.ranks, written, mesh.world)
+    of_part = gather_from(sharing(mesh).ranks, written, mesh.world)
     with raise_on_all_ranks(mesh.world), writing(folder):
         if of_part is not None:
             assert plan is not None

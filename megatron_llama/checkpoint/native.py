@@ -63,13 +63,13 @@ from megatron_llama.checkpoint.native_folder import (
     require_regions,
 )
 from megatron_llama.checkpoint.storage import WrittenParts, refuse, write_index, write_parts
+from megatron_llama.checkpoint.storage_paths import storage_path
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.engine.comm.object_collectives import (
     all_gather_float,
     broadcast_object,
     gather_object,
     on_rank0,
-    raise_error_on_all_ranks,
     raise_on_all_ranks,
 )
 from megatron_llama.engine.mesh import Mesh
@@ -314,30 +314,35 @@ def load(
     model: ModelConfig,
     *,
     optimizer: bool = True,
+    small: Mapping[str, bytes] | None = None,
 ) -> TrainState:
     """Fill the engine from a checkpoint, or the latest one in a folder, whatever layout it was
     saved under. Collective.
 
     ``model`` is the one that the engine was built for, with its derived fields. Without
     ``optimizer`` the optimizer's state becomes that of a fresh one, and the loss scale as
-    configured. All checks that need no tensors come first. A failure on any rank raises the same
-    CheckpointError on all.
+    configured. ``small``: the ``read_small_files`` of the checkpoint ``path``, if all ranks have
+    them from one. A rank makes all checks that need no tensors before it reads some. A failure on
+    any rank raises the same CheckpointError on all, which hear of it when all have read.
     """
     engine.settle()
     # Machines may see different states of a shared folder for a while. Loads of different
     # iterations would go unnoticed, so all ranks take the folder that rank 0 has found.
-    folder, small = on_rank0(lambda: _look_up(path), mesh.world)
+    folder, small = (
+        on_rank0(lambda: _look_up(path), mesh.world)
+        if small is None
+        else (storage_path(path), small)
+    )
     with raise_on_all_ranks(mesh.world):
         opened = _open(folder, small, engine, mesh, model, optimizer)
-    meta, container, wanted, columns, resumes = opened
-    problem = None
-    try:
-        read_regions(container, wanted)
-    except CheckpointError as error:
-        problem = error
-    except Exception as error:
-        problem = CheckpointError(f"{folder}: {type(error).__name__}: {error}")
-    raise_error_on_all_ranks(problem, mesh.world)
+        meta, container, wanted, columns, resumes = opened
+        try:
+            read_regions(container, wanted)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            # Damage may raise anything, and a rank that left alone would make the others hang.
+            raise CheckpointError(f"{folder}: {type(error).__name__}: {error}") from error
     updates = meta.optimizer_step if resumes else 0
     for count in step_counts(engine):
         count.fill_(updates)

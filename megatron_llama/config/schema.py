@@ -644,7 +644,8 @@ class DataConfig:
     a URL, and orders of `--megatron-data-order`, which its processes share. Runs share it, too.
     Default: `~/.cache/megatron_llama/data`."""
     data_cache_gib: float = option(64.0, changes="nothing", small=OWN_TEXT)
-    """GiB of blocks that this folder holds at most: what was not used for longest goes."""
+    """GiB of blocks that this folder holds at most, and as many of orders, unless the jobs that run
+    need more: what was not used for longest goes."""
     split: str = option("969,30,1", small=OWN_TEXT, draws=("80,20,0", "50,30,20", "100,0,0"))
     """Shares of the documents for training, validation and test, in file order. `100,0,0` means no
     evaluation."""

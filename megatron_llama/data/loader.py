@@ -18,7 +18,7 @@ from megatron_llama.data.order import BlendedOrder, mixed
 from megatron_llama.data.stream import TokenStream
 from megatron_llama.engine.comm.device import is_host
 from megatron_llama.errors import DataError
-from megatron_llama.model.nn.documents import Documents
+from megatron_llama.model.nn.documents import Bounds, Documents
 
 STEPS_AHEAD = 2
 """Samples of a remote dataset are requested so many steps before they are read: a server then has
@@ -47,7 +47,7 @@ class Batch:
     """A seed for each sample, where there is noise."""
     document_starts: Tensor | None = None
     """``Documents.starts`` of ``document_ids``, on a device; None if they have not been counted."""
-    document_bounds: tuple[int, ...] = ()
+    document_bounds: Bounds | None = None
     """``Documents.bounds``, where they are counted."""
     completion_ids: Tensor | None = None
     """1 + the number, within its sample, of the completion that the label belongs to, int32 [s, b];

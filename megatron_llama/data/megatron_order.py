@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_llama.config.blend import Blend
+from megatron_llama.config.schema import DataConfig
 from megatron_llama.data.loader import (
     Batch,
     Samples,
@@ -92,12 +93,12 @@ class MegatronStream(TokenStream):
         seed: int,
         num_samples: int | None,
         most_bytes: int,
-        cache: str | None,
+        data: DataConfig,
     ) -> None:
         """``stream`` has the documents in file order, ``seed`` is Megatron's --seed.
         ``num_samples`` is the number that the run takes of this dataset; with None it is read once.
-        ``cache`` is --data-cache-path. Raises DataError if documents have several sequences, and
-        where making the order would take more than ``most_bytes``."""
+        ``data`` has folder and size of the cache. Raises DataError if documents have several
+        sequences, and where making the order would take more than ``most_bytes``."""
         dataset = stream.dataset
         documents = stream.documents
         seq_length = stream.seq_length
@@ -153,7 +154,7 @@ class MegatronStream(TokenStream):
 
         self._documents, self._samples, self._ends = shared_arrays(
             f"--megatron-data-order: {dataset.prefix}",
-            cache,
+            data,
             {
                 "documents": list(documents),
                 "lengths": dataset.lengths_digest(*documents),
@@ -226,10 +227,10 @@ class MegatronBlend:
     for each sample, in a file as for ``MegatronStream``."""
 
     def __init__(
-        self, parts: Sequence[Samples], weights: Sequence[float], samples: int, cache: str | None
+        self, parts: Sequence[Samples], weights: Sequence[float], samples: int, data: DataConfig
     ) -> None:
-        """``weights`` are normalized here. ``cache`` is --data-cache-path. Raises DataError where
-        the blend takes more of a dataset than its index has, as Megatron does."""
+        """``weights`` are normalized here. ``data`` has folder and size of the cache. Raises
+        DataError where the blend takes more of a dataset than its index has, as Megatron does."""
         self._parts = tuple(parts)
         shares = normalized(weights)
 
@@ -243,7 +244,7 @@ class MegatronBlend:
 
         self._places, self._numbers, counts = shared_arrays(
             "--megatron-data-order",
-            cache,
+            data,
             {"blend": shares, "samples": samples},
             BLEND_BYTES * samples,
             make,

@@ -4,7 +4,8 @@ The first process that comes makes the arrays and writes the file; the others wa
 process maps it read-only. The file's name is a digest of all that the arrays depend on, and its
 header repeats that and has sums of the content. One process compares the content with the sums when
 a run starts, as it does with blocks of remote datasets (``block_cache.py``). A file of something
-else, or one that is cut or damaged, is written anew and never used.
+else, or one that is cut or damaged, is written anew and never used. When a file is to be written,
+others that no process maps make room for it, within --data-cache-gib.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_llama.config.schema import DataConfig
 from megatron_llama.data.block_cache import cache_folder
 from megatron_llama.errors import DataError
 from megatron_llama.files import replacing
@@ -45,16 +47,16 @@ processes of a machine open it when a run starts; a disk takes longer to decay."
 
 
 def shared_arrays(
-    option: str, cache: str | None, key: Mapping[str, object], size: int, make: Callable[[], Arrays]
+    option: str, data: DataConfig, key: Mapping[str, object], size: int, make: Callable[[], Arrays]
 ) -> Arrays:
     """Return the arrays that ``make`` makes: of ``size`` bytes, one-dimensional, and the same for
-    the same ``key``. ``cache`` is the value of --data-cache-path.
+    the same ``key``. ``data`` has folder and size of the cache.
 
     Raises DataError, with the ``option`` that needs them, if the file cannot be written."""
     if size <= SHARED_ABOVE:
         return make()
     words = json.dumps({"version": _VERSION, **key}, sort_keys=True)
-    folder = cache_folder(cache) / FOLDER
+    folder = cache_folder(data.data_cache_path) / FOLDER
     path = folder / f"{hashlib.sha256(words.encode()).hexdigest()[:32]}.order"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,6 +67,7 @@ def shared_arrays(
             if arrays is None:
                 for left in folder.glob(f"{path.name}.tmp-*"):
                     left.unlink(missing_ok=True)
+                _remove_unused(path, data.data_cache_gib * 2**30 - size)
                 _require_room(option, folder, size)
                 _write(path, words, make())
                 arrays = _read(path, words)
@@ -73,6 +76,30 @@ def shared_arrays(
     if arrays is None:
         raise _unwritable(option, folder, f"{path.name}, which is not what was written there")
     return arrays
+
+
+def _remove_unused(path: Path, room: float) -> None:
+    """Remove files beside ``path`` until the others take no more than ``room`` bytes: those that no
+    process maps, and of these the one first that was opened longest ago."""
+    files = list[tuple[float, int, Path]]()
+    for other in path.parent.glob("*.order"):
+        with suppress(OSError):  # another process has removed it
+            if other != path:
+                files.append((other.stat().st_mtime, other.stat().st_size, other))
+    taken = sum(size for _, size, _ in files)
+    for _, size, other in sorted(files):
+        if taken > room and _has_removed(other):
+            taken -= size
+
+
+def _has_removed(path: Path) -> bool:
+    with suppress(OSError), path.with_suffix(".lock").open("ab") as lock, path.open("r+b") as file:
+        # Who is about to open it has the first lock, and who maps it the second.
+        for held in (lock, file):
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+        return True
+    return False
 
 
 def _require_room(option: str, folder: Path, size: int) -> None:
@@ -116,15 +143,16 @@ def _read(path: Path, words: str) -> Arrays | None:
     """Map the arrays of a file; None if it is missing, or not what ``words`` names."""
     try:
         with path.open("rb") as file:
+            # The mapping duplicates the descriptor, and keeps the lock for as long as it lives.
+            fcntl.flock(file, fcntl.LOCK_SH)
             header, at = _read_header(file)
-            size = os.fstat(file.fileno()).st_size
+            kinds = [(np.dtype(name), count) for name, count in header["arrays"]]
+            ends = at + sum(_aligned(dtype.itemsize * count) for dtype, count in kinds)
+            if header["key"] != words or ends != os.fstat(file.fileno()).st_size:
+                return None
+            whole = np.memmap(file, mode="r", dtype=np.uint8).view(np.ndarray)
     except (FileNotFoundError, ValueError):
         return None
-    kinds = [(np.dtype(name), count) for name, count in header["arrays"]]
-    ends = at + sum(_aligned(dtype.itemsize * count) for dtype, count in kinds)
-    if header["key"] != words or ends != size:
-        return None
-    whole = np.memmap(path, mode="r", dtype=np.uint8).view(np.ndarray)
     arrays = list[NDArray[Any]]()
     for dtype, count in kinds:
         arrays.append(whole[at : at + dtype.itemsize * count].view(dtype))

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_llama.model.nn.documents import Bounds
+
 
 class Microbatch(Protocol):
     """One microbatch, sequence first, the same on all ranks that share a sequence (cp) or a model
@@ -38,7 +40,7 @@ class Microbatch(Protocol):
         """``Documents.starts`` of the document ids; None: not counted."""
 
     @property
-    def document_bounds(self) -> tuple[int, ...]:
+    def document_bounds(self) -> Bounds | None:
         """``Documents.bounds``, if they are counted."""
 
     @property

@@ -322,7 +322,7 @@ class PipelineRuntime:
             # A leaf of this stage's graph: the stage before it needs its .grad.
             inputs = self._arrived(step, Op.FORWARD, key).requires_grad_(step.training)
         documents = None
-        if batch.document_starts is not None:
+        if batch.document_starts is not None and batch.document_bounds is not None:
             documents = Documents(batch.document_starts, batch.document_bounds)
         positions = stage.positions(
             batch.tokens.shape[0],

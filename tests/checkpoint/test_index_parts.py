@@ -20,9 +20,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megatron_llama.checkpoint import checkpoint_dir, native
+from megatron_llama.checkpoint import checkpoint_dir, index_parts, index_writing, native
 from megatron_llama.checkpoint.chunks import Region
-from megatron_llama.checkpoint.index_writing import Outline, merged_boxes, plan_part, plan_table
+from megatron_llama.checkpoint.index_writing import Outline, Sharing, merged_boxes, plan_part, plan_table
 from megatron_llama.checkpoint.model_folders.formats import candidates
 from megatron_llama.checkpoint.native_folder import open_native, read_regions, require_regions
 from megatron_llama.checkpoint.saver import Saver
@@ -59,8 +59,8 @@ def in_parts() -> Iterator[None]:
         yield
 
 
-def save_in_parts(place: Place, layout: Layout, folder: Path, later: int = 2) -> Held:
-    with in_parts():
+def save_in_parts(place: Place, layout: Layout, folder: Path, later: int = 2, sharing: int = index_writing.FEWEST_SHARING) -> Held:
+    with in_parts(), patch.object(index_writing, "FEWEST_SHARING", sharing):
         return save_under(place, layout, folder, later)
 
 
@@ -102,6 +102,55 @@ def test_parts_are_loaded_under_their_layout_and_under_another(
             assert [rank.later for rank in found] == [rank.later for rank in saved]
     checkpoint_dir.require_usable(path)
     native.require_complete(path, before.config(), optimizer=True)
+
+
+SPREAD = [
+    (Layout(tp=2, dp=4, sp=True, bucket=7_000), 2, ["index.pp0.dp", "index.pp0.tp0.dp", "index.pp0.tp1.dp"], Layout(dp=3, bucket=3_000)),
+    (Layout(dp=7, kv_heads=1, strategy="optim_grads_params"), 3, ["index.pp0.tp0.dp"], Layout(tp=2, dp=2, kv_heads=1)),
+    (Layout(dp=4, strategy="optim_grads_params", shard_size=2), 1, ["index.pp0.tp0.dp"], Layout(pp=2, dp=2, microbatches=2)),
+]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("before", "sharing", "kinds", "after"), SPREAD, ids=["tp", "fsdp", "replicas"])
+def test_groups_of_data_parallel_ranks_have_parts_of_their_own(
+    cluster: Cluster, tmp_path: Path, before: Layout, sharing: int, kinds: list[str], after: Layout
+) -> None:
+    """As on a thousand ranks: a number of ranks that is no multiple, and replicas that write no chunk, are among them."""
+    saved = cluster.run(before.world_size, save_in_parts, before, tmp_path, 0, sharing)
+    # Ranks of a second replica hold copies, of which nothing is written.
+    groups = -(-(before.shard_size or before.dp) // sharing)
+    assert index_files(tmp_path) == sorted(["index.json", *(f"{kind}{group}.json" for kind in kinds for group in range(groups))])
+    state = merged(part for rank in saved for part in rank.regions)
+    for layout in (before, after):
+        found = cluster.run(layout.world_size, load_under, layout, tmp_path, 0)
+        assert same(merged(part for rank in found for part in rank.regions), state)
+    path = native.find(tmp_path)
+    checkpoint_dir.require_usable(path)
+    native.require_complete(path, before.config(), optimizer=True)
+    # Each rank of the same layout reads parts of its group alone, and one of norms where it has a piece of some.
+    opened = set[str]()
+    for rank, own in enumerate(saved):
+        data, tensor = divmod(rank, before.tp)
+        group = data % (before.shard_size or before.dp) // sharing
+        names = {f"{kind}{group}.json" for kind in kinds if ".tp" not in kind or f".tp{tensor}." in kind}
+        with patch.object(index_parts, "read_bounded", wraps=index_parts.read_bounded) as read:
+            require_regions(open_native(path), [part_of(region) for region in own.regions], any_dtype=False)
+        own_parts = {call.args[0].name for call in read.call_args_list}
+        assert own_parts and own_parts <= names
+        opened |= own_parts
+    assert {"index.json", *opened} == set(index_files(tmp_path))
+
+
+def test_the_number_of_parts_is_bounded_and_a_machine_shares_one() -> None:
+    """In numbers of ranks: dp, pp and tp, and the groups in which dp is divided."""
+    for dp, pp, tp, groups in ((1024, 1, 1, 128), (16384, 1, 1, 256), (128, 16, 8, 2), (8, 1, 1, 1), (16, 1, 1, 2), (100, 1, 8, 13), (4096, 32, 8, 1)):
+        ranks = range(7, 7 + 3 * dp, 3)
+        of_ranks = [Sharing.of(ranks, data, (0, pp), (0, tp)) for data in range(dp)]
+        distinct = list(dict.fromkeys(of_ranks))
+        assert [rank for group in distinct for rank in group.ranks] == list(ranks) and len(distinct) == groups
+        assert all(rank in group.ranks for rank, group in zip(ranks, of_ranks, strict=True))
+        assert len({group.own for group in distinct}) == groups
 
 
 def keep_only(path: Path, kept: Sequence[str]) -> None:
@@ -405,19 +454,18 @@ def outline(key: str, *box: int, shape: tuple[int, ...] = (8,)) -> Outline:
 def test_a_plan_whose_chunks_overlap_or_are_missing_is_refused() -> None:
     """As torch's planner does with one index for all."""
     for boxes, words in ((((0, 4),), "4 elements"), (((0, 5), (4, 4)), "overlapping chunks"), (((0, 8), (0, 8)), "overlapping chunks")):
-        _, held = plan_part([0, 1], [[outline("w", *box)] for box in boxes], 0, 0, 1)
+        _, held = plan_part(Sharing.of([0, 1], 0, (0, 1), (0, 1)), [[outline("w", *box)] for box in boxes], set())
         with pytest.raises(CheckpointError, match=words):
             plan_table([held])
 
 
-def test_what_one_tensor_rank_holds_whole_has_a_part_of_its_own() -> None:
-    first, held = plan_part([0], [[outline("norm", 0, 8), outline("w", 0, 4)]], 3, 0, 2)
-    second, others = plan_part([1], [[outline("w", 4, 4), outline("whole", 0, 8)]], 3, 1, 2)
+def test_what_the_other_tensor_ranks_do_not_write_has_a_part_of_its_own() -> None:
+    places = [Sharing.of([tensor], 0, (3, 4), (tensor, 2)) for tensor in (0, 1)]
+    first, held = plan_part(places[0], [[outline("norm", 0, 8), outline("w", 0, 4)]], {"norm"})
+    second, others = plan_part(places[1], [[outline("w", 4, 4), outline("whole", 0, 8)]], set())
     assert {part: sorted(tensors) for part, tensors in first.chunks.items()} == {"index.pp3.json": ["norm"], "index.pp3.tp0.json": ["w"]}
     assert {part: sorted(tensors) for part, tensors in second.chunks.items()} == {"index.pp3.tp1.json": ["w", "whole"]}
     assert plan_table([held, others]).parts == ["index.pp3.json", "index.pp3.tp0.json", "index.pp3.tp1.json"]
-    alone, _ = plan_part([0], [[outline("norm", 0, 8)]], 0, 0, 1)
-    assert list(alone.chunks) == ["index.pp0.tp0.json"]
 
 
 def saves_of_a_run(place: Place, layout: Layout, folder: Path) -> tuple[int, list[Held]]:

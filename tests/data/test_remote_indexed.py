@@ -95,7 +95,7 @@ def test_the_samples_are_those_of_the_file(store: str, dataset: IndexedDataset, 
     ours, theirs = stream(found), stream(dataset)
     assert ours.identity() == theirs.identity() and len(ours) == len(theirs) > 1000
     assert all(np.array_equal(ours.sample(index), theirs.sample(index)) for index in range(len(theirs)))
-    ordered = [MegatronStream(each, seed=3, num_samples=300, most_bytes=1 << 20, cache=None) for each in (ours, theirs)]
+    ordered = [MegatronStream(each, seed=3, num_samples=300, most_bytes=1 << 20, data=DataConfig()) for each in (ours, theirs)]
     for index in range(300):
         ordered[0].fetch(index)
         assert np.array_equal(ordered[0].sample(index), ordered[1].sample(index))

@@ -132,6 +132,20 @@ def test_dry_run_counts_what_the_launch_block_says(product: Product, tmp_path: P
     assert product.run(*command, "--dry-run", "--world-size", 16).ok().out.endswith("valid for 16 processes\n")
 
 
+@pytest.mark.tries("max_restarts_in_place")
+def test_dry_run_counts_the_spares_of_a_run_that_begins_again_in_place(product: Product, tmp_path: Path) -> None:
+    """Of 13 processes 12 fill tp 2 and a dp that divides the batch; without the option the same number is refused, and so are too few."""
+    command = product.command(save=tmp_path / "run", load="auto", global_batch_size=12, micro_batch_size=1, **TP2.options, dry_run=True)
+    planned = product.run(*command, "--world-size", 13, "--max-restarts-in-place", 2).ok().out
+    assert "processes       12 of 13 train, 1 spare (--max-restarts-in-place)\n" in planned
+    assert "layout          12 processes = tp 2 x cp 1 x pp 1 x dp 6" in planned and planned.endswith("valid for 12 processes and 1 spare\n")
+    exact = product.run(*command, "--world-size", 12, "--max-restarts-in-place", 2).ok().out
+    assert "--max-restarts-in-place)" not in exact and exact.endswith("valid for 12 processes\n")
+    assert product.run(*command, "--world-size", 16, "--max-restarts-in-place", 2).ok().out.endswith("valid for 12 processes and 4 spares\n")
+    for more in (["--world-size", 13], ["--world-size", 1, "--max-restarts-in-place", 2]):
+        assert product.run(*command, *more).codes == (2,)
+
+
 def test_dry_run_joins_nobody(product: Product) -> None:
     """It plans for the processes that its environment promises, though there is nobody at that address."""
     environ = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "9"}

@@ -87,6 +87,27 @@ for pid in "${pids[@]}"; do wait "$pid" || exit; done
 """What stands for Slurm's programs: processes of this machine."""
 
 
+@pytest.mark.parametrize(
+    ("words_of_run", "in_place", "options"),
+    [
+        (["pretrain", "--lr", "1"], None, "--kill-on-bad-exit=1"),
+        (["pretrain", "--max-restarts-in-place", "3"], None, "--kill-on-bad-exit=0 --no-kill"),
+        (["sft", "--lr=1", "--max-restarts-in-place=3"], None, "--kill-on-bad-exit=0 --no-kill"),
+        (["pretrain", "--config", "run.yaml"], "yes", "--kill-on-bad-exit=0 --no-kill"),
+        (["pretrain", "--config", "run.yaml"], "no", "--kill-on-bad-exit=1"),
+    ],
+)
+def test_slurm_lets_ranks_go_on_that_begin_again_in_place(words_of_run: list[str], in_place: str | None, options: str, tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text('#!/usr/bin/env bash\necho "$@"\nexit 7\n')
+    (tmp_path / "srun").chmod(0o755)
+    said = {} if in_place is None else {"IN_PLACE": in_place}
+    command = ["bash", str(EXAMPLES / "launch" / "slurm.sbatch"), *words_of_run]
+    ended = subprocess.run(
+        command, env=environment(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_ID="7", **said), capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert ended.stdout == f"{options} {sys.executable} -u -m megatron_llama {' '.join(words_of_run)}\n" and ended.returncode == 7
+
+
 def test_a_slurm_job_is_queued_again_behind_a_checkpoint(product: Product, tmp_path: Path) -> None:
     for name, text in SLURM.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}")

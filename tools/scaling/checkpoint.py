@@ -1,7 +1,7 @@
-"""Checkpoints of LLaMA 3.1 405B, tensor parallel size 8, pipeline parallel size 16: the plans that
-its ranks have, and the files of the index that they write and read. Files of tensors have the size
-that they would have, and hold nothing. Seconds are those of a processor: the machine may have other
-work, and the files are in its page cache."""
+"""Checkpoints of LLaMA 3.1 405B, tensor parallel size 8, pipeline parallel size 16, and of LLaMA
+3.1 8B that is only sharded: the plans that their ranks have, and the files of the index that they
+write and read. Files of tensors have the size that they would have, and hold nothing. Seconds are
+those of a processor: the machine may have other work, and the files are in its page cache."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from megatron_llama.checkpoint.checksums import seal
 from megatron_llama.checkpoint.chunks import Region, make_index, state_key
 from megatron_llama.checkpoint.index import INDEX_TABLE, METADATA
-from megatron_llama.checkpoint.index_writing import Outline, plan_part, plan_table
+from megatron_llama.checkpoint.index_writing import Outline, Sharing, plan_part, plan_table
 from megatron_llama.checkpoint.native_folder import open_native, read_small_files, require_regions
 from megatron_llama.checkpoint.storage import WrittenParts, write_index
 from megatron_llama.config.schema import Config, ParallelConfig, TrainingConfig
@@ -46,26 +47,36 @@ class Grid:
     tp: int
     pp: int
     dp: int
+    model: str = "llama3.1-405b"
 
     def rank(self, stage: int, data: int, tensor: int) -> int:
         """Return the global rank at a place."""
         return (stage * self.dp + data) * self.tp + tensor
 
-    def groups(self) -> Iterator[tuple[int, int]]:
-        """Yield the pipeline and tensor ranks whose ranks hold the same weights."""
-        return ((stage, tensor) for stage in range(self.pp) for tensor in range(self.tp))
+    def sharing(self, stage: int, tensor: int) -> list[Sharing]:
+        """Return the ranks at a place of the pipeline and tensor axes by their part."""
+        dp = [self.rank(stage, data, tensor) for data in range(self.dp)]
+        of_ranks = (
+            Sharing.of(dp, data, (stage, self.pp), (tensor, self.tp)) for data in range(self.dp)
+        )
+        return list(dict.fromkeys(of_ranks))
 
     def config(self) -> Config:
         """Return the resolved configuration."""
+        # 405B has 126 layers for 16 stages: the embedding and the head count as one each.
+        counts_ends = PRESETS[self.model].num_hidden_layers % self.pp != 0
         parallel = ParallelConfig(
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
             sequence_parallel=self.tp > 1,
-            account_for_embedding_in_pipeline_split=True,
-            account_for_loss_in_pipeline_split=True,
+            data_parallel_sharding_strategy="optim"
+            if self.tp * self.pp > 1
+            else "optim_grads_params",
+            account_for_embedding_in_pipeline_split=counts_ends,
+            account_for_loss_in_pipeline_split=counts_ends,
         )
         training = TrainingConfig(bf16=True, global_batch_size=16 * self.dp, seq_length=8192)
-        config = Config(model=PRESETS["llama3.1-405b"], parallel=parallel, training=training)
+        config = Config(model=PRESETS[self.model], parallel=parallel, training=training)
         return resolve(config, self.tp * self.pp * self.dp)
 
 
@@ -129,29 +140,39 @@ class Most:
 
 def saved(folder: Path, grid: Grid) -> list[Row]:
     """Save in a folder, and return what the ranks took."""
-    plans, held, written = {}, [], {}
+    held, written = [], []
     plan_time, write_time, gathered = Most(), Most(), Most()
     rank_time = Most()
-    for stage, tensor in grid.groups():
-        start = time.process_time()
-        ranks = group_parts(grid, stage, tensor, range(grid.dp))
-        rank_time.seconds = max(rank_time.seconds, (time.process_time() - start) / grid.dp)
-        outlines = [[Outline.of(part) for part in parts] for parts in ranks]
-        gathered.bytes = max(gathered.bytes, sum(len(pickle.dumps(own)) for own in outlines))
-        numbers = [grid.rank(stage, data, tensor) for data in range(grid.dp)]
-        plan, boxes = plan_time.time(
-            lambda: plan_part(numbers, outlines, stage, tensor, grid.tp)  # noqa: B023
-        )
-        of_ranks = [
-            written_by(folder, number, parts) for number, parts in zip(numbers, ranks, strict=True)
-        ]
-        held.append(boxes)
-        gathered.bytes = max(gathered.bytes, sum(len(pickle.dumps(own)) for own in of_ranks))
-        written[numbers[0]] = write_time.time(lambda: plan.write(folder, of_ranks))  # noqa: B023
-        plans[numbers[0]] = plan
+    for stage in range(grid.pp):
+        of_line = []
+        for tensor in range(grid.tp):
+            start = time.process_time()
+            of_line.append(group_parts(grid, stage, tensor, range(grid.dp)))
+            rank_time.seconds = max(rank_time.seconds, (time.process_time() - start) / grid.dp)
+        for tensor, of_dp in enumerate(of_line):
+            first = 0
+            for place in grid.sharing(stage, tensor):
+                same = slice(first, first + len(place.ranks))
+                first = same.stop
+                outlines = [[Outline.of(part) for part in parts] for parts in of_dp[same]]
+                gathered.bytes = max(
+                    gathered.bytes, sum(len(pickle.dumps(own)) for own in outlines)
+                )
+                common = set() if tensor or grid.tp == 1 else _keys(of_line[:1], same)
+                common -= _keys(of_line[1:], same)
+                plan, boxes = plan_time.time(lambda: plan_part(place, outlines, common))  # noqa: B023
+                of_ranks = [
+                    written_by(folder, number, parts)
+                    for number, parts in zip(place.ranks, of_dp[same], strict=True)
+                ]
+                held.append(boxes)
+                gathered.bytes = max(
+                    gathered.bytes, sum(len(pickle.dumps(own)) for own in of_ranks)
+                )
+                written.append(write_time.time(lambda: plan.write(folder, of_ranks)))  # noqa: B023
     table_time, seal_time = Most(), Most()
     index = table_time.time(lambda: plan_table(held))
-    sums = seal_time.time(lambda: index.write(folder, written.values()))
+    sums = seal_time.time(lambda: index.write(folder, written))
     seal_time.time(lambda: seal(folder, sums, "meta.json", b"{}"))
     parts = [(folder / name).stat().st_size for name in index.parts]
     on_top = (folder / INDEX_TABLE).stat().st_size
@@ -176,6 +197,10 @@ def saved(folder: Path, grid: Grid) -> list[Row]:
     ]
 
 
+def _keys(of_line: Iterable[list[list[Region]]], ranks: slice) -> set[str]:
+    return {part.key for of_dp in of_line for parts in of_dp[ranks] for part in parts}
+
+
 def save(world: int) -> list[Row]:
     """Return what a save takes beside the tensors."""
     with tempfile.TemporaryDirectory() as name:
@@ -184,22 +209,26 @@ def save(world: int) -> list[Row]:
 
 def resume(world: int) -> list[Row]:
     """Return what a start takes before it reads tensors: in the same layout, and in others."""
-    return resumed(of_world(world))
+    return [row for row in resumed(of_world(world)) if row.part == "resume"]
+
+
+def sharded(world: int) -> list[Row]:
+    """Return what save and start take of a model that is only sharded."""
+    return resumed(Grid(1, 1, world, "llama3.1-8b"))
 
 
 def resumed(grid: Grid) -> list[Row]:
-    """Save in a folder, and return what starts in this grid and in others take."""
+    """Save in a folder, and return what that takes, and starts in this grid and in others."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        saved(folder, grid)
+        rows = saved(folder, grid)
         with used() as start:
             small = read_small_files(folder)
             open_native(folder, small[INDEX_TABLE]).missing_files()
-        rows = [
+        size = len(small[INDEX_TABLE])
+        rows += [
             Row("resume", "all is there", "rank 0", start.seconds, start.bytes, MEASURED),
-            Row(
-                "resume", "table, sent by rank 0", "others", None, len(small[INDEX_TABLE]), MEASURED
-            ),
+            Row("resume", "table, sent by rank 0", "others", None, size, MEASURED),
         ]
         # A process of its own shows what a rank holds; the others only repeat it.
         rows.append(_in_fresh_process(_read_by_a_rank, folder, small, "the same layout", grid))
@@ -236,7 +265,7 @@ def one_index(world: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         items, written = [], []
-        for stage, tensor in grid.groups():
+        for stage, tensor in product(range(grid.pp), range(grid.tp)):
             for data, parts in enumerate(group_parts(grid, stage, tensor, range(grid.dp))):
                 items.append([part.write_item() for part in parts])
                 written.append(written_by(folder, grid.rank(stage, data, tensor), parts))

@@ -95,10 +95,9 @@ def _open(prefix: Path, cache: Path, documents: int, *, shares: bool) -> tuple[f
         shared_order.SHARED_ABOVE = 1 << 60
     before = _private()
     begun = time.perf_counter()
-    tokens = TokenStream(
-        open_dataset(str(prefix), DataConfig()), (0, documents), SEQ_LENGTH, 1 << 16
-    )
-    order = MegatronStream(tokens, seed=1, num_samples=None, most_bytes=1 << 60, cache=str(cache))
+    data = DataConfig(data_cache_path=str(cache))
+    tokens = TokenStream(open_dataset(str(prefix), data), (0, documents), SEQ_LENGTH, 1 << 16)
+    order = MegatronStream(tokens, seed=1, num_samples=None, most_bytes=1 << 60, data=data)
     seconds = time.perf_counter() - begun
     order.ranges(len(order) // 2)
     return seconds, _private() - before

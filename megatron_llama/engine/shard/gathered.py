@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,9 +52,10 @@ def gathered(
     0 alone; on the engine's device or on ``to``. They are copies, in the compute dtype. With
     ``modify`` they are in the dtype of the masters, and at the end rank 0's parameters and buffers,
     as far as they are chosen, become those of all ranks; the state of the optimizer stays. They
-    require no gradient; what ``requires_grad_`` is called for inside is kept for the next pass, as
-    between steps. Raises ConfigError, on all ranks, for arguments that fit nothing or differ,
-    and TrainingError where a parameter has no values or has been changed without ``modify``."""
+    require no gradient; what ``requires_grad`` is set to inside, or ``requires_grad_`` is called
+    for, is kept for the next pass, as between steps. Raises ConfigError, on all ranks, for
+    arguments that fit nothing or differ, and TrainingError where a parameter has no values or has
+    been changed without ``modify``."""
     values.engine.settle()
     chosen = _choose(values, modify, only, to, rank0=rank0)
     names = (*chosen.parameters, *chosen.buffers)
@@ -204,28 +206,62 @@ def _ignored(values: ModuleValues, choice: str | nn.Module) -> list[str]:
 
 @contextmanager
 def _requests_kept(values: ModuleValues, outside: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Tell the placeholders that the module holds ``outside``, by name, what ``requires_grad_`` is
-    called for on the parameters in their places."""
+    """Tell the placeholders that the module holds ``outside``, by name, to what ``requires_grad``
+    is set of the parameters in their places."""
     inside = [
         (parameter, outside[name])
         for name in outside
         if not isinstance(parameter := getattr(*next(values.places(name))), Placeholder)
     ]
-    for parameter, placeholder in inside:
-        # A pickle of the parameter is of what it was without this.
-        parameter.__getstate__ = dict(vars(parameter)).copy
-        parameter.requires_grad_ = partial(_request, parameter, placeholder)
+    held = {id(parameter): placeholder for parameter, placeholder in inside}
+    kinds = {kind: _telling(kind, held) for kind in {type(parameter) for parameter, _ in inside}}
+    before = [(parameter, type(parameter)) for parameter, _ in inside]
+    for parameter, kind in before:
+        parameter.__class__ = kinds[kind]
     try:
         yield
     finally:
-        for parameter, _ in inside:
-            vars(parameter).pop("requires_grad_", None)
-            vars(parameter).pop("__getstate__", None)
+        for parameter, kind in before:
+            parameter.__class__ = kind
 
 
-def _request(parameter: nn.Parameter, placeholder: nn.Parameter, trained: bool = True) -> Tensor:
-    placeholder.requires_grad_(trained)
-    return Tensor.requires_grad_(parameter, trained)
+def _telling(kind: type[Tensor], placeholders: Mapping[int, nn.Parameter]) -> type[Tensor]:
+    """Return a class of parameters of this ``kind`` that tell their placeholders, by id, to what
+    ``requires_grad`` is set. It need not change for that: they require no gradient before. Copies
+    and pickles are of the ``kind``."""
+
+    class Telling(kind):  # type: ignore[valid-type, misc]
+        @property
+        def requires_grad(self) -> bool:
+            return bool(Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
+
+        @requires_grad.setter
+        def requires_grad(self, trained: bool) -> None:
+            placeholders[id(self)].requires_grad_(trained)
+            Tensor.requires_grad.__set__(self, trained)  # type: ignore[attr-defined]
+
+        def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+            self.requires_grad = requires_grad
+            return self
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            with self._of_kind():
+                return copy.deepcopy(self, memo)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            with self._of_kind():
+                return self.__reduce_ex__(protocol)
+
+        @contextmanager
+        def _of_kind(self) -> Iterator[None]:
+            self.__class__ = kind  # type: ignore[assignment]
+            try:
+                yield
+            finally:
+                self.__class__ = Telling
+
+    Telling.__name__ = Telling.__qualname__ = kind.__name__
+    return Telling
 
 
 def _digests(parameters: Iterable[Tensor]) -> list[tuple[int, int, int]]:

@@ -16,16 +16,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_llama.engine.comm.device import is_host
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.model.nn import attention, sliding
 from megatron_llama.model.nn.attention import AttentionBackend, ScoreRule, suits_flash, window_sizes
-from megatron_llama.model.plan.documents import Span, bounds_within, places_within, seen_before
+from megatron_llama.model.plan.documents import Span, places_within, seen_before
 from megatron_llama.model.plan.zigzag import chunk_length, zigzag_chunks
 
 _aten = torch.ops.aten
+Bounds = NDArray[np.int64]
+"""An array, because a sequence may have a document for each token."""
 EVERY = slice(None)
 """All samples."""
 
@@ -37,7 +40,7 @@ class Documents:
 
     starts: Tensor
     """``bounds`` for the kernel: int32, on the device of the tokens."""
-    bounds: tuple[int, ...]
+    bounds: Bounds
     """The place of each document's first token among the tokens of all sequences, and last the
     number of these tokens. Counted on the host: asking the device would wait for it."""
 
@@ -47,23 +50,24 @@ class Documents:
         ids = document_ids.cpu().numpy().T
         begins = np.ones(ids.shape, np.bool_)
         np.not_equal(ids[:, 1:], ids[:, :-1], out=begins[:, 1:])
-        bounds = (*np.flatnonzero(begins).tolist(), ids.size)
-        return Documents(torch.tensor(bounds, dtype=torch.int32), bounds)
+        bounds = np.append(np.flatnonzero(begins), ids.size)
+        return Documents(torch.from_numpy(bounds.astype(np.int32)), bounds)
 
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest document."""
-        return max(stop - start for start, stop in pairwise(self.bounds))
+        return int(np.diff(self.bounds).max())
 
     def within(self, length: int, tokens: Span) -> Documents:
         """Return the documents of only these ``tokens`` of each sequence of ``length`` tokens."""
         count = tokens[1] - tokens[0]
-        parts = [self.starts[:1]]
+        starts, bounds = [self.starts[:1]], [self.bounds[:1]]
         for sample, (first, last) in enumerate(places_within(self.bounds, length, tokens)):
             begin = sample * length + tokens[0]
-            inside = self.starts[first + 1 : last + 1].clamp(max=begin + count)
-            parts.append(inside - begin + sample * count)
-        return Documents(torch.cat(parts), bounds_within(self.bounds, length, tokens))
+            inside, end = slice(first + 1, last + 1), begin + count
+            starts.append(self.starts[inside].clamp(max=end) + (sample * count - begin))
+            bounds.append(np.minimum(self.bounds[inside], end) + (sample * count - begin))
+        return Documents(torch.cat(starts), np.concatenate(bounds))
 
 
 def attends_by_document(query: Tensor, rule: ScoreRule) -> bool:
@@ -92,7 +96,7 @@ def document_attention(
             *(q, k, v, *_kernel_arguments(documents), False), **_kernel_options(documents, rule)
         )
     else:
-        lengths = [stop - start for start, stop in pairwise(documents.bounds)]
+        lengths = np.diff(documents.bounds).tolist()
         parts = zip(*(torch.split(part.unsqueeze(1), lengths) for part in (q, k, v)), strict=True)
         outs = [sliding.sliding_attention(*part, rule=rule, backend=backend) for part in parts]
         out = torch.cat(outs).view_as(q)
@@ -218,7 +222,7 @@ class SplitDocuments:
             columns = slice(column, column + self.chunk)
             yield Part(EVERY, slice(row, row + self.chunk), columns, 0, documents)
             return
-        for start, stop in pairwise(documents.bounds):
+        for start, stop in pairwise(documents.bounds.tolist()):
             sample, first = divmod(start, self.chunk)
             span = first, first + stop - start
             yield Part(_one(sample), _moved(span, row), _moved(span, column), 0)
@@ -228,7 +232,7 @@ class SplitDocuments:
     ) -> Iterator[Part]:
         """Yield the parts of tokens with earlier ones, as ``seen_before``; the first query is at
         ``row``, and the first key at ``column``."""
-        for sample in range(self.whole.bounds[-1] // self.length):
+        for sample in range(int(self.whole.bounds[-1]) // self.length):
             start = sample * self.length
             for rows, columns in seen_before(self.whole.bounds, start, queries, keys, window):
                 yield Part(

@@ -27,8 +27,12 @@ STYLE = "".join(
 )
 """CSS of the classes of curves."""
 WIDTH, HEIGHT = 380.0, 208.0
-LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 8.0, 22.0
-"""Pixels around the field of a chart."""
+"""Size of a chart in pixels."""
+# Pixels around the field of a chart.
+LEFT = 46.0
+RIGHT = 10.0
+TOP = 8.0
+BOTTOM = 22.0
 COLUMNS = 480
 """Columns of an axis. There are more than pixels, since a page can be enlarged."""
 BEYOND = 4.0

@@ -161,6 +161,7 @@ def load_or_init(
             mesh,
             config.model,
             optimizer=options.load_optim and not options.finetune,
+            small=start.small,
         )
         return TrainState(0, 0) if options.finetune else state
     if start is not None:

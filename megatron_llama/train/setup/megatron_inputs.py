@@ -31,19 +31,22 @@ def megatron_samples(
     if Megatron's order ends before the run."""
     training = config.training
     wanted = run_samples(training)
-    cache = config.data.data_cache_path
     datasets = []
     for prefix, samples in zip(blend.prefixes, samples_of_parts(blend, wanted), strict=True):
         stream = open_stream(config, prefix, part, tokenizer=tokenizer, share=share)
         ordered = MegatronStream(
-            stream, seed=training.seed, num_samples=samples, most_bytes=free_bytes(), cache=cache
+            stream,
+            seed=training.seed,
+            num_samples=samples,
+            most_bytes=free_bytes(),
+            data=config.data,
         )
         datasets.append(StreamSamples(ordered, config.data, eod))
     if len(datasets) == 1 and blend.shares is None:
         return datasets[0]
     sizes = [len(dataset) for dataset in datasets]
     blended = MegatronBlend(
-        datasets, blend.shares or sizes, samples_of_blend(blend, wanted, sizes), cache
+        datasets, blend.shares or sizes, samples_of_blend(blend, wanted, sizes), config.data
     )
     if len(blended) < wanted:
         raise DataError(

@@ -35,6 +35,7 @@ from megatron_llama.checkpoint.model_folders.formats import (
     saved_run,
 )
 from megatron_llama.checkpoint.model_folders.optimizer_state import OptimizerState
+from megatron_llama.checkpoint.native_folder import read_small_files
 from megatron_llama.checkpoint.saver import WARN
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.checkpoint.storage_paths import is_remote, local_copy, storage_path
@@ -70,6 +71,8 @@ class Start:
     """Whether a folder of another format also has the optimizer's state and the position."""
     passed_over: tuple[checkpoint_dir.PassedOver, ...] = ()
     """The newer checkpoints that AUTO has passed over, each with the reason."""
+    small: Mapping[str, bytes] | None = None
+    """The ``read_small_files`` of a checkpoint of this program."""
 
     @property
     def native(self) -> bool:
@@ -174,15 +177,20 @@ def named_start(options: CheckpointConfig) -> Start | None:
         )
         if newest is None:
             return None
-        return Start(newest.path, parse_meta(newest.path), passed_over=newest.passed_over)
+        return _native_start(newest.path, newest.passed_over)
     named = storage_path(options.load)
     checkpoint = named if (named / META).is_file() else checkpoint_dir.latest(named)
     if checkpoint is not None:
-        return Start(checkpoint, parse_meta(checkpoint))
+        return _native_start(checkpoint)
     if is_remote(named) or not list(candidates(named)):
         return None
     goes_on = saved_run(named) is not None
     return Start(named, None, options.ignore_hf_config_fields, goes_on)
+
+
+def _native_start(path: Path, passed_over: tuple[checkpoint_dir.PassedOver, ...] = ()) -> Start:
+    small = read_small_files(path)
+    return Start(path, parse_meta(path, small[META]), passed_over=passed_over, small=small)
 
 
 def find_start(options: CheckpointConfig) -> Start | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -310,8 +311,19 @@ def test_ranks_that_freeze_other_layers_are_named(kind: str, cluster: Cluster) -
         assert words in said
 
 
+def called(parameters: Iterable[nn.Parameter], trained: bool) -> None:
+    for parameter in parameters:
+        assert parameter.requires_grad_(trained) is parameter
+
+
+def assigned(parameters: Iterable[nn.Parameter], trained: bool) -> None:
+    for parameter in parameters:
+        parameter.requires_grad = trained
+
+
+@pytest.mark.parametrize("ask", [called, assigned])
 @pytest.mark.parametrize("modify", [False, True])
-def test_what_is_frozen_inside_of_gathered_is_kept(modify: bool) -> None:
+def test_what_is_frozen_inside_of_gathered_is_kept(modify: bool, ask: Callable[[Iterable[nn.Parameter], bool], None]) -> None:
     """Whole parameters are copies: what is asked of them is asked of what they stand for. Pickles of them know nothing of it."""
     model = net(0)
     with ml.shard(model, units=[Block], optimizer=ml.AdamW(lr=1e-2, groups=groups())) as engine:
@@ -325,15 +337,15 @@ def test_what_is_frozen_inside_of_gathered_is_kept(modify: bool) -> None:
 
         assert moves() == [True] * 3
         with engine.gathered(modify=modify):
-            model[1].requires_grad_(False)
+            ask(model[1].parameters(), False)
             assert not model[1].up.weight.requires_grad
-            copied = pickle.loads(pickle.dumps(model))
-            assert "requires_grad_" not in vars(copied[1].up.weight) and copied[1].up.weight.requires_grad_().requires_grad
+            for copied in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+                assert all(type(parameter) is nn.Parameter for parameter in copied.parameters())
+                assert copied[1].up.weight.requires_grad_().requires_grad
         assert not model[1].up.weight.requires_grad and model[2].up.weight.requires_grad
         assert moves() == [False, False, True]
         with engine.gathered(modify=modify, only="1.*"):
-            for parameter in model[1].parameters():
-                parameter.requires_grad_()
+            ask(model[1].parameters(), True)
             whole = model[1].up.weight
-        assert not vars(whole).keys() & {"requires_grad_", "__getstate__"}
+        assert type(whole) is nn.Parameter
         assert moves() == [True] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -422,6 +423,13 @@ def look(place: Place, plan: str) -> None:
         engine.load_state_dict({"model": first})
         loaded = {name: whole(value) for name, value in engine.state_dict()["model"].items()}
         assert all(torch.equal(value, first[name]) for name, value in loaded.items())
+        up = "blocks.0.mlp.up.weight"
+        for trained in (False, True):
+            with engine.gathered(only=up):
+                model.get_parameter(up).requires_grad = trained
+                copied = copy.deepcopy(model.get_parameter(up))
+            assert type(copied) is DTensor and torch.equal(whole(copied), first[up])
+            assert model.get_parameter(up).requires_grad is trained and model.get_parameter("norm.weight").requires_grad
         with pytest.raises(TrainingError), engine.gathered():
             model.get_parameter("blocks.0.mlp.up.weight").data.to_local().zero_()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -278,7 +279,7 @@ def test_cudnn_never_computes_packed_documents(monkeypatch: pytest.MonkeyPatch) 
     names = ("_cudnn_attention_forward", "_flash_attention_forward")
     monkeypatch.setattr(documents, "_aten", SimpleNamespace(**{name: operator(name) for name in names}))
     starts = torch.tensor([0, 40, 128, 256, 128 * B], dtype=torch.int32, device="meta")
-    packed = Documents(starts, (0, 40, 128, 256, 128 * B))
+    packed = Documents(starts, np.array([0, 40, 128, 256, 128 * B]))
     query, key, value = (leaf.permute(2, 0, 1, 3) for leaf in pieces_on("meta"))
     flash = ("_flash_attention_forward", starts, starts, 128, 128, 0.0, True, False, None)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
@@ -316,7 +317,7 @@ def test_the_accelerator_is_sent_documents_as_they_lie(batch: int) -> None:
     """Shapes, dtypes and strides through torch's own functions of the operator, forward and backward, on the device that computes
     nothing. Parts of one projection of one sequence are not copied."""
     projected = torch.empty(64, batch, 8, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    counted = Documents(torch.empty(5, dtype=torch.int32, device="meta"), (0, 20, 40, 60, 64 * batch))
+    counted = Documents(torch.empty(5, dtype=torch.int32, device="meta"), np.array([0, 20, 40, 60, 64 * batch]))
     with Dispatched() as seen:
         out = document_attention(*projected.split([4, 2, 2], dim=2), counted, PLAIN_SCORES)
     assert out.shape == (64, batch, 64) and out.dtype is torch.bfloat16

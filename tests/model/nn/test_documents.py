@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise, product
 
+import numpy as np
 import pytest
 import torch
 from megatron_llama.engine.comm.recorder import Recorder
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.model.nn.attention import ScoreRule
-from megatron_llama.model.nn.documents import Documents, Part, SplitDocuments
-from megatron_llama.model.plan.documents import Span, bounds_within, seen_before
+from megatron_llama.model.nn.documents import Bounds, Documents, Part, SplitDocuments
+from megatron_llama.model.plan.documents import Span, seen_before
 from megatron_llama.model.plan.zigzag import reached
 
 from tests.model.nn.dispatch import Dispatched
@@ -21,13 +22,13 @@ CUTS = [(), (1,), (6,), (11,), (3, 4, 5), (2, 6, 9), (4, 6, 8), tuple(range(1, L
 """Where a new document begins inside a sequence: one document, of one token first and last, at the borders of chunks and beside them."""
 
 
-def bounds_of(*cuts: tuple[int, ...]) -> tuple[int, ...]:
+def bounds_of(*cuts: tuple[int, ...]) -> Bounds:
     """Of sequences with these cuts."""
     inner = [sample * LENGTH + place for sample, places in enumerate(cuts) for place in (0, *places)]
-    return *inner, len(cuts) * LENGTH
+    return np.array([*inner, len(cuts) * LENGTH])
 
 
-def numbers(bounds: tuple[int, ...]) -> list[int]:
+def numbers(bounds: Bounds) -> list[int]:
     """The number of each token's document, through all sequences."""
     return [number for number, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)]
 
@@ -79,9 +80,8 @@ def test_documents_are_cut_to_some_tokens(tokens: Span) -> None:
         inside = [ids[sample * LENGTH + place] for sample in range(2) for place in range(*tokens)]
         begins = [place for place, number in enumerate(inside) if place == 0 or number != inside[place - 1]]
         expected = (*begins, len(inside))
-        assert bounds_within(bounds, LENGTH, tokens) == expected
-        within = Documents(torch.tensor(bounds, dtype=torch.int32), bounds).within(LENGTH, tokens)
-        assert within.bounds == expected == tuple(within.starts.tolist()) and within.starts.dtype is torch.int32
+        within = Documents(torch.from_numpy(bounds).int(), bounds).within(LENGTH, tokens)
+        assert tuple(within.bounds) == expected == tuple(within.starts.tolist()) and within.starts.dtype is torch.int32
         assert within.longest == max(stop - start for start, stop in pairwise(expected))
 
 
@@ -108,7 +108,7 @@ def test_a_chunk_is_sent_as_it_lies(cuts: tuple[int, ...], window: int, inside: 
     assert own_query.shape == (3 * samples, 4, 16) and own_key.shape == own_value.shape == (3 * samples, 2, 16)
     # The documents that have some of tokens 3 to 5.
     own_bounds = (*(3 * sample + place for sample in range(samples) for place in inside), 3 * samples)
-    assert split.own[1].bounds == own_bounds and own_starts.shape == (len(own_bounds),)
+    assert tuple(split.own[1].bounds) == own_bounds and own_starts.shape == (len(own_bounds),)
     assert longest == max(stop - start for start, stop in pairwise(own_bounds))
     if samples == 1:
         assert own_query.stride() == (64, 16, 1) and own_key.stride() == (32, 16, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron_llama.engine.comm import device as devices
@@ -209,7 +210,7 @@ def test_whole_sequences_go_to_flash_attention(accelerator: None) -> None:
     meta = [leaf.to("meta") for leaf in leaves]
     starts = torch.tensor([0, 12, 40, 80], dtype=torch.int32, device="meta")
     with Dispatched() as dispatched:
-        assert document_attention(*meta, Documents(starts, (0, 12, 40, 80)), ScoreRule(0.5, 9)).shape == (40, B, N * D)
+        assert document_attention(*meta, Documents(starts, np.array([0, 12, 40, 80])), ScoreRule(0.5, 9)).shape == (40, B, N * D)
     [(name, _, keywords)] = dispatched.named("attention")
     assert name == "_flash_attention_forward"
     assert keywords == {"scale": 0.5, "window_size_left": 8, "window_size_right": 0}

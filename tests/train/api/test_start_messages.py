@@ -10,7 +10,10 @@ from typing import Any
 from unittest.mock import patch
 
 import megatron_llama as ml
+import pytest
 import torch.distributed as dist
+from megatron_llama.checkpoint import native
+from megatron_llama.checkpoint.native import LARGEST_WHOLE_INDEX
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.prove.pool import Place
 
@@ -29,8 +32,8 @@ def sender() -> str:
     return frame.f_code.co_name
 
 
-def messages(place: Place, options: Options) -> list[str]:
-    """The functions that have sent a message until the first step, in their order."""
+def messages(place: Place, options: Options, largest: int = LARGEST_WHOLE_INDEX) -> list[str]:
+    """The functions that have sent a message until the first step, in their order. ``largest``: chunks of an index that a save writes whole."""
     sent: list[str] = []
     begun: list[bool] = []
 
@@ -52,6 +55,7 @@ def messages(place: Place, options: Options) -> list[str]:
         for name in ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"):
             stack.enter_context(patch.object(dist, name, recorded(getattr(dist, name))))
         stack.enter_context(patch.object(PipelineRuntime, "step", first))
+        stack.enter_context(patch.object(native, "LARGEST_WHOLE_INDEX", largest))
         ml.train(options)
     assert begun
     return sent
@@ -67,8 +71,14 @@ def test_an_ordinary_run_sends_four(cluster: Cluster, options: Options, tmp_path
     assert cluster.run(2, messages, options) == [START] * 2
 
 
-def test_a_run_that_goes_on_sends_those_of_its_load_too(cluster: Cluster, options: Options, tmp_path: Path) -> None:
+RESUME = [*START[:3], "load", START[3]]
+"""Whether all have read their shards, besides: before that is known rank 0 writes nothing into the folder, so one message cannot say both."""
+
+
+@pytest.mark.parametrize("largest", [LARGEST_WHOLE_INDEX, 0], ids=["one index", "an index in parts"])
+def test_a_run_that_goes_on_sends_five(cluster: Cluster, options: Options, tmp_path: Path, largest: int) -> None:
+    """The others have rank 0's findings of the second message: path, meta.json, and the table of an index in parts."""
     options = {**options, "save": str(tmp_path / "run"), "load": "auto"}
-    for steps in (1, 2):
-        sent = cluster.run(2, messages, {**options, "train_iters": steps})
-    assert [[name for name in of_rank if name != "load"] for of_rank in sent] == [START] * 2 and "load" in sent[0]
+    cluster.run(2, messages, {**options, "train_iters": 1}, largest)
+    assert bool(list((tmp_path / "run").glob("iter_*/index.json"))) == (not largest)
+    assert cluster.run(2, messages, {**options, "train_iters": 2}) == [RESUME] * 2

@@ -28,8 +28,8 @@ class DryRunConfig:
     memory and schedule; write nothing. Things missing on this machine (files, packages, devices,
     memory) are warnings, with `strict` errors."""
     world_size: int = 0
-    """Processes that --dry-run plans for. 0: the `launch:` block of the YAML, else the
-    environment."""
+    """Processes that --dry-run plans for, spares of --max-restarts-in-place included. 0: the
+    `launch:` block of the YAML, else the environment."""
 
 
 @dataclass(frozen=True)

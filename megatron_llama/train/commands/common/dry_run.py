@@ -17,11 +17,12 @@ from megatron_llama.config.schema import (
     DataConfig,
     LaunchConfig,
     ModelConfig,
+    ParallelConfig,
 )
 from megatron_llama.config.world import dp_size
 from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD, strategy_named
 from megatron_llama.engine.plan.memory import sized
-from megatron_llama.errors import ConfigError, listing
+from megatron_llama.errors import ConfigError, counted, listing
 from megatron_llama.model.plan.chunks import GRANULARITIES
 from megatron_llama.model.presets import LLAMA_VOCABULARY
 from megatron_llama.schedule import Schedule
@@ -73,11 +74,12 @@ def dry_run(
 
     options = parsed.get(DryRunConfig)
     launch = parsed.get(LaunchConfig)
-    world_size = (
+    launched = (
         options.world_size
         or launch.nodes * launch.gpus_per_node
         or place_from_environment().world_size
     )
+    world_size = _training(parsed, launched)
     strict = options.dry_run == "strict"
     absent = [] if strict else list(_absent(parsed, examples))
     missing = [text for _, text in absent]
@@ -95,6 +97,12 @@ def dry_run(
         data_size = dp_size(draft.config, world_size)
         read_first_step(ready, range(data_size), data_size)
         described = describe_run(ready, world_size)
+    spares = launched - world_size
+    if spares:
+        print(
+            f"{'processes':<15} {world_size} of {launched} train, {counted(spares, 'spare')} "
+            "(--max-restarts-in-place)"
+        )
     print("\n".join([*draft.notes, *_report(plan, described, world_size)]))
     lacking = list(_lacking(plan, world_size))
     for line in (*draft.warnings, *draft.missing, *lacking):
@@ -103,7 +111,20 @@ def dry_run(
         raise ConfigError(
             listing("--dry-run=strict: this machine cannot run it as it is:", lacking)
         )
-    print(f"valid for {world_size} process{'es' if world_size > 1 else ''}")
+    beside = f" and {counted(spares, 'spare')}" if spares else ""
+    print(f"valid for {counted(world_size, 'process', 'processes')}{beside}")
+
+
+def _training(parsed: Parsed, launched: int) -> int:
+    """Return how many of the processes that are launched train; the others are spares, which only
+    --max-restarts-in-place allows."""
+    if parsed.get(ParallelConfig).max_restarts_in_place <= 0:
+        return launched
+    from megatron_llama.train.commands.common.restarts import plan_of
+
+    plan = plan_of(parsed)
+    # Of too few processes the run says what it needs.
+    return (plan.fitting(launched) if plan is not None else 0) or launched
 
 
 def _memory_here(world: int) -> int:

@@ -34,12 +34,10 @@ def with_restarts(parsed: Parsed, train: Callable[[Parsed, Place], int]) -> int:
     """Call ``train`` in a process that begins again as --max-restarts-in-place says, and return the
     exit status. Raises UserError."""
     place = this_place()
-    sections = get_type_hints(Config)
-    config = Config(**{item.name: parsed.get(sections[item.name]) for item in fields(Config)})
-    plan = RunPlan(config)
-    if is_layout_open(parsed) or [*restart_problems(config)] or not plan.is_valid:
+    plan = plan_of(parsed)
+    if plan is None:
         return train(parsed, place)  # which says what is wrong
-    minutes = config.parallel.distributed_timeout_minutes
+    minutes = plan.config.parallel.distributed_timeout_minutes
     begun = time.monotonic()
 
     def train_again(place: Place) -> int:
@@ -128,6 +126,17 @@ class RunPlan:
                 logged = max(logged, int(parse_json(line)["iteration"]))
         lost = f", {logged - iteration} logged steps are done again" if logged > iteration else ""
         return f"goes on from iteration {iteration}{lost}"
+
+
+def plan_of(parsed: Parsed) -> RunPlan | None:
+    """Return what the keepers of a run know of it; None without --max-restarts-in-place, or if its
+    options do not allow that."""
+    sections = get_type_hints(Config)
+    config = Config(**{item.name: parsed.get(sections[item.name]) for item in fields(Config)})
+    plan = RunPlan(config)
+    if plan.restarts <= 0 or is_layout_open(parsed) or [*restart_problems(config)]:
+        return None
+    return plan if plan.is_valid else None
 
 
 def _with_time_left(parsed: Parsed, begun: float) -> Parsed:
