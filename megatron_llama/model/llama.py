@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
+from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.engine.backward import pre_backward_hook
 from megatron_llama.engine.comm.device import is_host
 from megatron_llama.engine.mesh import Mesh
@@ -61,6 +61,7 @@ from megatron_llama.model.plan.params import (
     padding_idx,
     partition_of,
 )
+from megatron_llama.model.plan.pieces import chosen_pieces
 from megatron_llama.model.plan.run_params import rank_units
 from megatron_llama.model.positions import Positions, Rotaries
 from megatron_llama.model.windows import window_of
@@ -71,6 +72,8 @@ class StageOptions:
     """How a stage computes, whatever the shape of the model."""
 
     sequence_parallel: bool = False
+    tp_pieces: int = 1
+    """The number of messages into which those of tensor-parallel layers are cut."""
     cp_comm_type: Comm = "all_gather"
     recompute: Granularity = "none"
     recompute_layers: int | None = None
@@ -87,13 +90,15 @@ class StageOptions:
     """See VocabParallelEmbedding."""
 
     @staticmethod
-    def of(parallel: ParallelConfig) -> StageOptions:
+    def of(config: Config) -> StageOptions:
         """Read the options from a resolved configuration, in which ``auto`` has been decided."""
+        parallel = config.parallel
         layers = (
             None if parallel.recompute_num_layers == "all" else int(parallel.recompute_num_layers)
         )
         return StageOptions(
             parallel.sequence_parallel,
+            chosen_pieces(config),
             parallel.cp_comm_type,
             parallel.recompute_granularity,
             layers,
@@ -165,6 +170,7 @@ class Attention(nn.Module):
             tp=mesh.tp,
             sequence_parallel=options.sequence_parallel,
             bias=config.attention_bias or config.add_qkv_bias,
+            pieces=options.tp_pieces,
         )
         self.is_fused = copies == 1
         if self.is_fused:
@@ -179,6 +185,7 @@ class Attention(nn.Module):
             tp=mesh.tp,
             sequence_parallel=options.sequence_parallel,
             bias=config.attention_bias,
+            pieces=options.tp_pieces,
         )
         self.tp = mesh.tp
         self.eps = config.rms_norm_eps
@@ -274,6 +281,7 @@ class MLP(nn.Module):
             tp=mesh.tp,
             sequence_parallel=options.sequence_parallel,
             bias=config.mlp_bias,
+            pieces=options.tp_pieces,
         )
         self.down_proj = RowLinear(
             inner,
@@ -281,6 +289,7 @@ class MLP(nn.Module):
             tp=mesh.tp,
             sequence_parallel=options.sequence_parallel,
             bias=config.mlp_bias,
+            pieces=options.tp_pieces,
         )
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
@@ -582,7 +591,7 @@ def build_stages(config: Config, mesh: Mesh, block: type[Block] = Block) -> dict
         kernels = kernels_for(mesh.device, dtype, config.model.hidden_size)
     ops = kernels or chosen_ops(mesh, compiled=training.compile)
     options = replace(
-        StageOptions.of(config.parallel),
+        StageOptions.of(config),
         ops=ops,
         attention_backend=training.attention_backend,
         padding_idx=padding_idx(config),

@@ -32,16 +32,17 @@ def empty_weight(*shape: int) -> nn.Parameter:
 
 
 FIRST_WEIGHT = 6
-"""Position of the first weight among the arguments of ``_Linear``."""
+"""Position of the first weight among the arguments of ``Linear``."""
 
 
-class _Linear(torch.autograd.Function):
+class Linear(torch.autograd.Function):
     """x @ weight.T + bias, whose gradients of weight and bias go to their handles; the outputs of
     several weights are stacked. ``count`` weights are followed by as many biases, or by none.
 
     ``column``: each tp rank holds some of the outputs, so its input gradient is a partial sum.
-    ``sequence``: the input is a shard of the sequence, gathered for the product, and gathered again
-    in backward rather than kept. ``recompute``: kept in place of the input, to make it again in
+    ``gathers``: the number of messages in which the input, a shard of the sequence, is gathered for
+    the product, and gathered again in backward rather than kept; 0: it is whole. ``pieces.py`` has
+    the forward pass for several. ``recompute``: kept in place of the input, to make it again in
     backward; None: the input itself is kept."""
 
     @staticmethod
@@ -50,32 +51,25 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         tp: Axis,
         column: bool,
-        sequence: bool,
+        gathers: int,
         recompute: Recomputable | None,
         count: int,
         *parameters: Tensor,
     ) -> Tensor:
         weights = parameters[:count]
-        biases = parameters[count:] or (None,) * count
-        # Only weight gradients read the input: frozen weights keep none.
-        sources = (x,) if recompute is None else recompute.sources
-        trained = any(ctx.needs_input_grad[FIRST_WEIGHT : FIRST_WEIGHT + count])
-        ctx.save_for_backward(*weights, *(sources if trained else ()))
-        ctx.make_input = None if recompute is None else recompute.function
+        keep_for_backward(ctx, x, recompute, weights)
         ctx.tp = tp
         ctx.column = column
-        ctx.sequence = sequence
-        if sequence:
+        ctx.sequence = gathers > 0
+        if gathers:
             # Before the weights are waited for: their own gathers may run meanwhile.
             x, gathering = autograd.start_all_gather(x, tp, async_op=False)
             gathering.wait()
         ctx.unsharded = []
         ctx.bias_handles = []
         outputs = []
-        for weight, bias in zip(weights, biases, strict=True):
-            ctx.unsharded.append(wait_unsharded(weight))
-            if bias is not None:
-                ctx.bias_handles.append((wait_unsharded(bias).handle, bias.dtype))
+        for weight, bias in zip(weights, parameters[count:] or (None,) * count, strict=True):
+            wait_for_layer(ctx, weight, bias)
             # F.linear, but on some CPUs oneDNN's product
             outputs.append(gemm.linear(x, weight, bias))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
@@ -98,11 +92,11 @@ class _Linear(torch.autograd.Function):
             # Detached: a weight gradient that is postponed must not keep the graph below its input.
             detached = (source.detach() for source in sources)
             start_input = partial(
-                _start_input, ctx.make_input, ctx.tp if ctx.sequence else None, *detached
+                start_input_again, ctx.make_input, ctx.tp if ctx.sequence else None, *detached
             )
             # A pass postpones the gradients of all weights or of none, so any handle can be asked.
             if handles[0] is not None:
-                work = partial(_postponed_wgrads, write_gradients, start_input)
+                work = partial(postponed_wgrads, write_gradients, start_input)
                 postponed = handles[0].keep_wgrad(work)
         writes = any(needs_weights) and not postponed
         gathering = collectives.DONE
@@ -134,7 +128,26 @@ class _Linear(torch.autograd.Function):
         return x_grad, None, None, None, None, None, *weight_grads, *bias_grads
 
 
-def _start_input(
+def keep_for_backward(
+    ctx: Any, x: Tensor, recompute: Recomputable | None, weights: Sequence[Tensor]
+) -> None:
+    """Save the weights, and the input or what it is made of, for the backward pass of a product
+    whose ``FIRST_WEIGHT``-th argument is the first weight."""
+    # Only weight gradients read the input: frozen weights keep none.
+    sources = (x,) if recompute is None else recompute.sources
+    trained = any(ctx.needs_input_grad[FIRST_WEIGHT : FIRST_WEIGHT + len(weights)])
+    ctx.save_for_backward(*weights, *(sources if trained else ()))
+    ctx.make_input = None if recompute is None else recompute.function
+
+
+def wait_for_layer(ctx: Any, weight: Tensor, bias: Tensor | None) -> None:
+    """Wait until weight and bias may be read, and keep what backward needs of that."""
+    ctx.unsharded.append(wait_unsharded(weight))
+    if bias is not None:
+        ctx.bias_handles.append((wait_unsharded(bias).handle, bias.dtype))
+
+
+def start_input_again(
     make_input: Callable[..., Tensor] | None, gather_axis: Axis | None, *sources: Tensor
 ) -> tuple[Tensor, collectives.Pending]:
     """Take or make the input of a product again, and start to gather it; it is valid after the
@@ -145,7 +158,7 @@ def _start_input(
     return autograd.start_all_gather(x, gather_axis)
 
 
-def _postponed_wgrads(
+def postponed_wgrads(
     write_gradients: Callable[[Tensor], object],
     start_input: Callable[[], tuple[Tensor, collectives.Pending]],
 ) -> None:
@@ -161,16 +174,16 @@ def _weight_gradients(
     needed: Sequence[bool],
     x: Tensor,
 ) -> list[Tensor | None]:
-    """Compute ``_weight_gradient`` for each weight that needs it."""
+    """Compute ``weight_gradient`` for each weight that needs it."""
     found: list[Tensor | None] = [None] * len(handles)
     # The last one first: buckets are filled, and share slots, in the order of backward.
     for index in reversed(range(len(handles))):
         if needed[index]:
-            found[index] = _weight_gradient(handles[index], grads[index], x)
+            found[index] = weight_gradient(handles[index], grads[index], x)
     return found
 
 
-def _weight_gradient(handle: ParamHandle | None, grad: Tensor, x: Tensor) -> Tensor | None:
+def weight_gradient(handle: ParamHandle | None, grad: Tensor, x: Tensor) -> Tensor | None:
     """Multiply grad [..., f] and x [..., d] to [f, d], into the handle's buffer; without a handle
     the product is returned to autograd."""
     left = rows(grad).t()
@@ -208,12 +221,13 @@ def column_linear(
 ) -> Tensor:
     """Multiply x [s or s/tp, ..., d] by this rank's rows [f/tp, d] of the weight: [s, ...,
     f/tp]."""
-    return _linear(x, (weight,), (), tp, column=True, sequence=sequence_parallel and tp.size > 1)
+    gathers = int(sequence_parallel and tp.size > 1)
+    return _linear(x, (weight,), (), tp, column=True, gathers=gathers)
 
 
 def plain_linear(x: Tensor | Recomputable, weight: Tensor, tp: Axis) -> Tensor:
     """Multiply x [..., d] by a weight [f, d]: [..., f], without communication."""
-    return _linear(x, (weight,), (), tp, column=False, sequence=False)
+    return _linear(x, (weight,), (), tp, column=False, gathers=0)
 
 
 def _linear(
@@ -223,11 +237,16 @@ def _linear(
     tp: Axis,
     *,
     column: bool,
-    sequence: bool,
+    gathers: int,
 ) -> Tensor:
     value, recompute = (x.value, x) if isinstance(x, Recomputable) else (x, None)
-    out = _Linear.apply(  # type: ignore[no-untyped-call]
-        value, tp, column, sequence, recompute, len(weights), *weights, *biases
+    function = Linear
+    if gathers > 1:
+        from megatron_llama.model.nn.pieces import PiecedColumn  # which few runs need
+
+        function = PiecedColumn
+    out = function.apply(  # type: ignore[no-untyped-call]
+        value, tp, column, gathers, recompute, len(weights), *weights, *biases
     )
     return cast(Tensor, out)
 
@@ -247,11 +266,20 @@ class ColumnLinear(nn.Module):
     tp]."""
 
     def __init__(
-        self, inputs: int, outputs: int, *, tp: Axis, sequence_parallel: bool, bias: bool = False
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        tp: Axis,
+        sequence_parallel: bool,
+        bias: bool = False,
+        pieces: int = 1,
     ) -> None:
         super().__init__()
         self.tp = tp
         self.sequence_parallel = sequence_parallel
+        self.pieces = pieces
+        """The number of messages in which the input is gathered in forward."""
         self.weight = empty_weight(outputs // tp.size, inputs)
         self.bias = empty_weight(outputs // tp.size) if bias else None
         self.adapters: ColumnAddition | None = None
@@ -271,8 +299,8 @@ def stacked_outputs(x: Tensor | Recomputable, layers: Sequence[ColumnLinear]) ->
     sequence_parallel = layers[0].sequence_parallel
     weights = [layer.weight for layer in layers]
     biases = [layer.bias for layer in layers if layer.bias is not None]
-    sequence = sequence_parallel and tp.size > 1
-    out = _linear(x, weights, biases, tp, column=True, sequence=sequence)
+    gathers = layers[0].pieces if sequence_parallel and tp.size > 1 else 0
+    out = _linear(x, weights, biases, tp, column=True, gathers=gathers)
     lows = [layer.adapters.low(x) for layer in layers if layer.adapters is not None]
     if not lows:
         return out
@@ -296,11 +324,20 @@ class RowLinear(nn.Module):
     outputs], summed over tp."""
 
     def __init__(
-        self, inputs: int, outputs: int, *, tp: Axis, sequence_parallel: bool, bias: bool = False
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        tp: Axis,
+        sequence_parallel: bool,
+        bias: bool = False,
+        pieces: int = 1,
     ) -> None:
         super().__init__()
         self.tp = tp
         self.sequence_parallel = sequence_parallel
+        self.pieces = pieces
+        """The number of messages in which the outputs are summed."""
         self.weight = empty_weight(outputs, inputs // tp.size)
         self.bias = empty_weight(outputs) if bias else None
         self.adapters: nn.Module | None = None
@@ -309,13 +346,20 @@ class RowLinear(nn.Module):
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """Multiply, sum over tp (with sequence parallelism each rank a part of the sequence), and
         add the bias, which every rank has whole."""
-        out = plain_linear(x, self.weight, self.tp)
-        if self.adapters is not None:
-            out = out + self.adapters(x)
-        if self.sequence_parallel:
-            out = autograd.scatter_sequence(out, self.tp)
+        addition = None if self.adapters is None else cast(Tensor, self.adapters(x))
+        if self.pieces > 1 and self.tp.size > 1:
+            from megatron_llama.model.nn.pieces import row_linear  # which few runs need
+
+            out = row_linear(
+                *(x, self.weight, addition, self.tp),
+                sequence_parallel=self.sequence_parallel,
+                pieces=self.pieces,
+            )
         else:
-            out = autograd.reduce(out, self.tp)
+            out = plain_linear(x, self.weight, self.tp)
+            out = out if addition is None else out + addition
+            summed = autograd.scatter_sequence if self.sequence_parallel else autograd.reduce
+            out = summed(out, self.tp)
         if self.bias is None:
             return out
         return cast(Tensor, _AddBias.apply(out, self.bias))  # type: ignore[no-untyped-call]
