@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,15 +35,14 @@ FIRST_WEIGHT = 6
 """Position of the first weight among the arguments of ``Linear``."""
 
 
-class Linear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     """x @ weight.T + bias, whose gradients of weight and bias go to their handles; the outputs of
     several weights are stacked. ``count`` weights are followed by as many biases, or by none.
 
     ``column``: each tp rank holds some of the outputs, so its input gradient is a partial sum.
     ``gathers``: the number of messages in which the input, a shard of the sequence, is gathered for
-    the product, and gathered again in backward rather than kept; 0: it is whole. ``pieces.py`` has
-    the forward pass for several. ``recompute``: kept in place of the input, to make it again in
-    backward; None: the input itself is kept."""
+    the product, and gathered again in backward rather than kept; 0: it is whole. ``recompute``:
+    kept in place of the input, to make it again in backward; None: the input itself is kept."""
 
     @staticmethod
     def forward(
@@ -57,21 +56,36 @@ class Linear(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         weights = parameters[:count]
-        keep_for_backward(ctx, x, recompute, weights)
+        biases = parameters[count:] or (None,) * count
+        # Only weight gradients read the input: frozen weights keep none.
+        sources = (x,) if recompute is None else recompute.sources
+        trained = any(ctx.needs_input_grad[FIRST_WEIGHT : FIRST_WEIGHT + count])
+        ctx.save_for_backward(*weights, *(sources if trained else ()))
+        ctx.make_input = None if recompute is None else recompute.function
         ctx.tp = tp
         ctx.column = column
         ctx.sequence = gathers > 0
-        if gathers:
-            # Before the weights are waited for: their own gathers may run meanwhile.
+        pieces = None
+        # Before the weights are waited for: their own gathers may run meanwhile.
+        if gathers > 1:
+            from megatron_llama.model.nn.pieces import Pieces  # which few runs need
+
+            pieces = Pieces(x, tp, gathers)
+        elif gathers:
             x, gathering = autograd.start_all_gather(x, tp, async_op=False)
             gathering.wait()
         ctx.unsharded = []
         ctx.bias_handles = []
         outputs = []
-        for weight, bias in zip(weights, parameters[count:] or (None,) * count, strict=True):
-            wait_for_layer(ctx, weight, bias)
-            # F.linear, but on some CPUs oneDNN's product
-            outputs.append(gemm.linear(x, weight, bias))
+        for weight, bias in zip(weights, biases, strict=True):
+            ctx.unsharded.append(wait_unsharded(weight))
+            if bias is not None:
+                ctx.bias_handles.append((wait_unsharded(bias).handle, bias.dtype))
+            if pieces is None:
+                # F.linear, but on some CPUs oneDNN's product
+                outputs.append(gemm.linear(x, weight, bias))
+        if pieces is not None:
+            return pieces.products(weights, biases)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     @staticmethod
@@ -96,7 +110,7 @@ class Linear(torch.autograd.Function):
             )
             # A pass postpones the gradients of all weights or of none, so any handle can be asked.
             if handles[0] is not None:
-                work = partial(postponed_wgrads, write_gradients, start_input)
+                work = partial(_postponed_wgrads, write_gradients, start_input)
                 postponed = handles[0].keep_wgrad(work)
         writes = any(needs_weights) and not postponed
         gathering = collectives.DONE
@@ -128,25 +142,6 @@ class Linear(torch.autograd.Function):
         return x_grad, None, None, None, None, None, *weight_grads, *bias_grads
 
 
-def keep_for_backward(
-    ctx: Any, x: Tensor, recompute: Recomputable | None, weights: Sequence[Tensor]
-) -> None:
-    """Save the weights, and the input or what it is made of, for the backward pass of a product
-    whose ``FIRST_WEIGHT``-th argument is the first weight."""
-    # Only weight gradients read the input: frozen weights keep none.
-    sources = (x,) if recompute is None else recompute.sources
-    trained = any(ctx.needs_input_grad[FIRST_WEIGHT : FIRST_WEIGHT + len(weights)])
-    ctx.save_for_backward(*weights, *(sources if trained else ()))
-    ctx.make_input = None if recompute is None else recompute.function
-
-
-def wait_for_layer(ctx: Any, weight: Tensor, bias: Tensor | None) -> None:
-    """Wait until weight and bias may be read, and keep what backward needs of that."""
-    ctx.unsharded.append(wait_unsharded(weight))
-    if bias is not None:
-        ctx.bias_handles.append((wait_unsharded(bias).handle, bias.dtype))
-
-
 def start_input_again(
     make_input: Callable[..., Tensor] | None, gather_axis: Axis | None, *sources: Tensor
 ) -> tuple[Tensor, collectives.Pending]:
@@ -158,7 +153,7 @@ def start_input_again(
     return autograd.start_all_gather(x, gather_axis)
 
 
-def postponed_wgrads(
+def _postponed_wgrads(
     write_gradients: Callable[[Tensor], object],
     start_input: Callable[[], tuple[Tensor, collectives.Pending]],
 ) -> None:
@@ -240,25 +235,20 @@ def _linear(
     gathers: int,
 ) -> Tensor:
     value, recompute = (x.value, x) if isinstance(x, Recomputable) else (x, None)
-    function = Linear
-    if gathers > 1:
-        from megatron_llama.model.nn.pieces import PiecedColumn  # which few runs need
-
-        function = PiecedColumn
-    out = function.apply(  # type: ignore[no-untyped-call]
+    out = _Linear.apply(  # type: ignore[no-untyped-call]
         value, tp, column, gathers, recompute, len(weights), *weights, *biases
     )
     return cast(Tensor, out)
 
 
-class ColumnAddition(Protocol):
-    """A low-rank addition to the outputs of a column-parallel layer (``model/nn/lora.py``)."""
+class LinearOptions(TypedDict):
+    """How a linear layer is spread over tp."""
 
-    def low(self, x: Tensor | Recomputable) -> Tensor:
-        """Multiply by the first halves: [s or s/tp, b, inputs] to [s or s/tp, b, rank]."""
-
-    def high(self, low: Tensor) -> Tensor:
-        """Multiply by the second halves: [s, b, rank] to [s, b, outputs / tp]."""
+    tp: Axis
+    sequence_parallel: bool
+    bias: bool
+    pieces: int
+    """The number of messages in which an input is gathered forward, or outputs are summed."""
 
 
 class ColumnLinear(nn.Module):
@@ -279,10 +269,10 @@ class ColumnLinear(nn.Module):
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.pieces = pieces
-        """The number of messages in which the input is gathered in forward."""
         self.weight = empty_weight(outputs // tp.size, inputs)
         self.bias = empty_weight(outputs // tp.size) if bias else None
-        self.adapters: ColumnAddition | None = None
+        self.adapters: nn.Module | None = None
+        """A low-rank addition to the output (``model/nn/lora.py``)."""
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """Multiply, and gather the sequence before it with sequence parallelism."""
@@ -301,22 +291,11 @@ def stacked_outputs(x: Tensor | Recomputable, layers: Sequence[ColumnLinear]) ->
     biases = [layer.bias for layer in layers if layer.bias is not None]
     gathers = layers[0].pieces if sequence_parallel and tp.size > 1 else 0
     out = _linear(x, weights, biases, tp, column=True, gathers=gathers)
-    lows = [layer.adapters.low(x) for layer in layers if layer.adapters is not None]
-    if not lows:
+    if all(layer.adapters is None for layer in layers):
         return out
-    low = torch.cat(lows, dim=-1)
-    # The wide side of the second halves is split over tp, so the gradient of their input is a
-    # partial sum.
-    low = autograd.gather_sequence(low, tp) if sequence_parallel else autograd.copy(low, tp)
-    inputs = iter(low.split_with_sizes([activation.shape[-1] for activation in lows], dim=-1))
-    zero = low.new_zeros(1)
-    additions = [
-        zero.expand(*low.shape[:-1], len(layer.weight))
-        if layer.adapters is None
-        else layer.adapters.high(next(inputs))
-        for layer in layers
-    ]
-    return out + torch.cat(additions, dim=-1)
+    from megatron_llama.model.nn.lora import column_additions  # which few runs need
+
+    return out + column_additions(x, layers)
 
 
 class RowLinear(nn.Module):
@@ -337,7 +316,6 @@ class RowLinear(nn.Module):
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.pieces = pieces
-        """The number of messages in which the outputs are summed."""
         self.weight = empty_weight(outputs, inputs // tp.size)
         self.bias = empty_weight(outputs) if bias else None
         self.adapters: nn.Module | None = None
@@ -348,13 +326,9 @@ class RowLinear(nn.Module):
         add the bias, which every rank has whole."""
         addition = None if self.adapters is None else cast(Tensor, self.adapters(x))
         if self.pieces > 1 and self.tp.size > 1:
-            from megatron_llama.model.nn.pieces import row_linear  # which few runs need
+            from megatron_llama.model.nn.pieces import sum_pieces  # which few runs need
 
-            out = row_linear(
-                *(x, self.weight, addition, self.tp),
-                sequence_parallel=self.sequence_parallel,
-                pieces=self.pieces,
-            )
+            out = sum_pieces(x, self, addition)
         else:
             out = plain_linear(x, self.weight, self.tp)
             out = out if addition is None else out + addition

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from megatron_llama.engine.comm import collectives
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.launch.launcher import Place
-from megatron_llama.model.nn import pieces
 from megatron_llama.model.nn.functional import recomputable_gated
 from megatron_llama.model.nn.linear import ColumnLinear, RowLinear, stacked_outputs
 from megatron_llama.model.nn.lora import ColumnAdapters, Part, RowAdapter
