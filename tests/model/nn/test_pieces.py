@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+from unittest import mock
 
 import pytest
 import torch
+from megatron_llama.engine import host_gemm as gemm
+from megatron_llama.engine.comm import collectives
+from megatron_llama.engine.comm.collectives import Pending
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.launch.launcher import Place
 from megatron_llama.model.nn.functional import recomputable_gated
 from megatron_llama.model.nn.linear import ColumnLinear, RowLinear, stacked_outputs
 from megatron_llama.model.nn.lora import ColumnAdapters, Part, RowAdapter
 from megatron_llama.model.nn.ops import PLAIN
-from megatron_llama.model.plan.pieces import piece_spans
+from megatron_llama.model.plan.pieces import block_messages, chosen_pieces, piece_spans
 from torch import Tensor, nn
 
 from tests.harness import Cluster
 from tests.model.nn.handle import Handle
 from tests.model.nn.spmd import numbers, tensor_mesh
+from tests.oracle.messages import step_messages
+from tests.parallel.cases import Layout
 
 S, B, D, F, RANK = 12, 2, 6, 24, 2
 """Rows of every part: 6 on two ranks, 4 on three: 4 pieces are of unlike sizes."""
@@ -65,9 +73,9 @@ def adapters_of(adapters: nn.ModuleDict, name: str, rank: Axis, seed: int) -> li
     return found
 
 
-def run(tp: Axis, case: Case, count: int) -> dict[str, Tensor]:
-    """Output and all gradients of a column-parallel layer, a gate, and a row-parallel one, with messages in ``count`` pieces."""
-    options = {"tp": tp, "sequence_parallel": case.sequence_parallel, "bias": case.bias, "pieces": count}
+def run(tp: Axis, case: Case, cut: int) -> dict[str, Tensor]:
+    """Output and all gradients of a column-parallel layer, a gate, and a row-parallel one, with messages in ``cut`` pieces."""
+    options = {"tp": tp, "sequence_parallel": case.sequence_parallel, "bias": case.bias, "pieces": cut}
     sizes = [F, 2 * F] if case.stacked else [2 * F]
     columns = [ColumnLinear(D, size, **options) for size in sizes]
     row = RowLinear(F * len(sizes) if not case.stacked else 3 * F // 2, D, **options)
@@ -104,8 +112,8 @@ def check_pieces(place: Place, case: Case) -> None:
     """The numbers of whole messages, in another order of sums; and these bits for one piece."""
     tp = tensor_mesh(place).tp
     expected = run(tp, case, 1)
-    for count in (2, 3, 4, 100):
-        found = run(tp, case, count)
+    for cut in (2, 3, 4, 100):
+        found = run(tp, case, cut)
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
@@ -120,9 +128,100 @@ def test_pieces_give_what_whole_messages_give(cluster: Cluster, world_size: int,
 
 def test_pieces_cover_all_rows_once() -> None:
     for rows in range(1, 20):
-        for count in range(1, 8):
-            spans = piece_spans(rows, count)
+        for cut in range(1, 8):
+            spans = piece_spans(rows, cut)
             assert [row for span in spans for row in range(span.start, span.stop)] == list(range(rows))
             lengths = [span.stop - span.start for span in spans]
-            assert len(spans) == min(rows, count) and max(lengths) - min(lengths) <= 1
+            assert len(spans) == min(rows, cut) and max(lengths) - min(lengths) <= 1
     assert piece_spans(0, 3) == (slice(0, 0),)
+
+
+def check_order(place: Place) -> None:
+    """On a rank of three, with three pieces."""
+    tp = tensor_mesh(place).tp
+    done: list[str] = []
+
+    def logged(name: str, issue: Callable[..., Pending]) -> Callable[..., Pending]:
+        numbers = count()
+
+        def call(*tensors: Tensor | Axis, **options: bool) -> Pending:
+            pending, number = issue(*tensors, **options), next(numbers)
+            done.append(f"{name} {number}")
+            finish = pending.finish
+
+            def wait() -> None:
+                done.append(f"wait {name} {number}")
+                if finish is not None:
+                    finish()
+
+            pending.finish = wait
+            return pending
+
+        return call
+
+    def product(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        done.append(f"multiply {x.shape[0] * x.shape[1]}")
+        linear_into(out, x, weight, bias)
+
+    linear_into = gemm.linear_into
+    options = {"tp": tp, "sequence_parallel": True, "pieces": 3}
+    column, row = ColumnLinear(D, F, **options), RowLinear(F, D, **options)
+    for layer in (column, row):
+        layer.weight = nn.Parameter(numbers(*layer.weight.shape, seed=1).detach())
+        Handle(layer.weight, log=lambda: done.append("weight"))
+    x = numbers(S, B, D, seed=30).detach().chunk(tp.size)[tp.rank].clone().requires_grad_()
+    with (
+        mock.patch.object(collectives, "all_gather", logged("gather", collectives.all_gather)),
+        mock.patch.object(collectives, "reduce_scatter", logged("sum", collectives.reduce_scatter)),
+        mock.patch.object(gemm, "linear_into", product),
+    ):
+        hidden = column(x)
+        forward, done[:] = list(done), []
+        out = row(hidden)
+        summed, done[:] = list(done), []
+        grad = torch.ones_like(out)
+        torch.autograd.grad(out, hidden, grad, retain_graph=True)
+    # Four rows of a rank in pieces of 1, 1 and 2, two tokens to a row. The middle rank has others on both sides.
+    both = {1: [1, 1]}.get(tp.rank, [2])
+    others = [[f"multiply {ranks * rows * B}" for ranks in both] for rows in (1, 1, 2)]
+    gathered = ["multiply 8", "wait gather 0", *others[0], "gather 2", "wait gather 1", *others[1], "wait gather 2", *others[2]]
+    assert forward == ["gather 0", "gather 1", "weight", *gathered]
+    sums = [what for piece, rows in enumerate((1, 1, 2)) for what in (f"multiply {3 * rows * B}", f"sum {piece}")]
+    assert summed == ["weight", *sums, "wait sum 0", "wait sum 1", "wait sum 2"]
+    backward = [word.replace("gather 0", "gather 3").replace("gather 1", "gather 4").replace("gather 2", "gather 5") for word in gathered]
+    assert done == ["gather 3", "gather 4", "weight", *backward]
+
+
+def test_a_piece_travels_while_another_is_multiplied(cluster: Cluster) -> None:
+    """Of both layers forward, and of the row-parallel one backward: no product waits for a message but the next piece's."""
+    cluster.run(3, check_order)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, sp=True),
+        Layout(tp=2, sp=True, tp_comm="3", microbatches=2),
+        Layout(tp=4, sp=True, kv_heads=1, tp_comm="2", bf16=True),
+        Layout(tp=2, cp=2, sp=True, tp_comm="100"),
+        Layout(tp=2, tp_comm="2"),
+        Layout(tp=2, cp=2),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_messages_of_a_block_are_planned(layout: Layout) -> None:
+    """Against the count of a whole step, less that of a model with a block less. The norms' gradients, once a step, are no messages of a block."""
+    whole, less = (step_messages(replace(layout, layers=layers).sized(), layout.world_size, 0) for layers in (4, 3))
+    both = [(whole["tp", kind], less["tp", kind]) for kind in (("all_gather", "reduce_scatter") if layout.sp else ("all_reduce",))]
+    planned = block_messages(layout.sized())
+    assert planned.forward + planned.backward == sum(more[0] - fewer[0] for more, fewer in both) / layout.microbatches > 0
+    assert planned.forward_bytes + planned.backward_bytes == sum(more[1] - fewer[1] for more, fewer in both) / layout.microbatches
+
+
+def test_auto_leaves_pieces_that_are_worth_a_message() -> None:
+    sizes = {(1, 512): 1, (2, 256): 1, (2, 1024): 2, (2, 8192): 4, (8, 8192): 4, (8, 4096): 2}
+    for (tp, length), expected in sizes.items():
+        config = Layout(tp=tp, sp=True, tp_comm="auto").config()
+        training = replace(config.training, seq_length=length, micro_batch_size=1)
+        assert chosen_pieces(replace(config, training=training)) == expected, (tp, length)
+    assert chosen_pieces(Layout(tp=2).sized()) == chosen_pieces(Layout(tp_comm="4").sized()) == 1
