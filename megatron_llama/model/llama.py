@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.config.schema import Config, ModelConfig
+from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_llama.engine.backward import pre_backward_hook
 from megatron_llama.engine.comm.device import is_host
 from megatron_llama.engine.mesh import Axis, Mesh
@@ -48,6 +48,7 @@ from megatron_llama.model.nn.linear import (
 )
 from megatron_llama.model.nn.loss import TokenWeights
 from megatron_llama.model.nn.ops import PLAIN, Ops
+from megatron_llama.model.nn.overlap import TensorOverlap, tensor_overlap
 from megatron_llama.model.nn.qk_norm import NormWeight, norm_of_heads, norm_of_projections
 from megatron_llama.model.nn.recompute import Recomputable, recomputed
 from megatron_llama.model.nn.score import Score
@@ -61,7 +62,6 @@ from megatron_llama.model.plan.params import (
     padding_idx,
     partition_of,
 )
-from megatron_llama.model.plan.pieces import chosen_pieces
 from megatron_llama.model.plan.run_params import rank_units
 from megatron_llama.model.positions import Positions, Rotaries
 from megatron_llama.model.windows import window_of
@@ -72,8 +72,8 @@ class StageOptions:
     """How a stage computes, whatever the shape of the model."""
 
     sequence_parallel: bool = False
-    tp_pieces: int = 1
-    """The number of messages into which those of tensor-parallel layers are cut."""
+    tp_overlap: TensorOverlap | None = None
+    """Hides the messages of tensor-parallel layers; None: they are waited for."""
     cp_comm_type: Comm = "all_gather"
     recompute: Granularity = "none"
     recompute_layers: int | None = None
@@ -90,15 +90,14 @@ class StageOptions:
     """See VocabParallelEmbedding."""
 
     @staticmethod
-    def of(config: Config) -> StageOptions:
+    def of(parallel: ParallelConfig) -> StageOptions:
         """Read the options from a resolved configuration, in which ``auto`` has been decided."""
-        parallel = config.parallel
         layers = (
             None if parallel.recompute_num_layers == "all" else int(parallel.recompute_num_layers)
         )
         return StageOptions(
             parallel.sequence_parallel,
-            chosen_pieces(config),
+            None,
             parallel.cp_comm_type,
             parallel.recompute_granularity,
             layers,
@@ -110,7 +109,7 @@ class StageOptions:
             "tp": tp,
             "sequence_parallel": self.sequence_parallel,
             "bias": bias,
-            "pieces": self.tp_pieces,
+            "overlap": self.tp_overlap,
         }
 
     def recompute_of(self, position: int) -> Granularity:
@@ -576,8 +575,9 @@ def build_stages(config: Config, mesh: Mesh, block: type[Block] = Block) -> dict
         kernels = kernels_for(mesh.device, dtype, config.model.hidden_size)
     ops = kernels or chosen_ops(mesh, compiled=training.compile)
     options = replace(
-        StageOptions.of(config),
+        StageOptions.of(config.parallel),
         ops=ops,
+        tp_overlap=tensor_overlap(config, mesh),
         attention_backend=training.attention_backend,
         padding_idx=padding_idx(config),
     )

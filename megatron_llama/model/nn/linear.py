@@ -23,6 +23,7 @@ from megatron_llama.engine.param_handle import (
     wait_unsharded,
 )
 from megatron_llama.engine.tensors import at_least_fp32, rows
+from megatron_llama.model.nn.overlap import TensorOverlap
 from megatron_llama.model.nn.recompute import Recomputable
 
 
@@ -31,7 +32,7 @@ def empty_weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, device="meta"))
 
 
-FIRST_WEIGHT = 6
+FIRST_WEIGHT = 7
 """Position of the first weight among the arguments of ``Linear``."""
 
 
@@ -40,9 +41,10 @@ class _Linear(torch.autograd.Function):
     several weights are stacked. ``count`` weights are followed by as many biases, or by none.
 
     ``column``: each tp rank holds some of the outputs, so its input gradient is a partial sum.
-    ``gathers``: the number of messages in which the input, a shard of the sequence, is gathered for
-    the product, and gathered again in backward rather than kept; 0: it is whole. ``recompute``:
-    kept in place of the input, to make it again in backward; None: the input itself is kept."""
+    ``sequence``: the input is a shard of the sequence, gathered for the product, and gathered again
+    in backward rather than kept. ``overlap`` hides the first of these gathers; None: it is waited
+    for. ``recompute``: kept in place of the input, to make it again in backward; None: the input
+    itself is kept."""
 
     @staticmethod
     def forward(
@@ -50,7 +52,8 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         tp: Axis,
         column: bool,
-        gathers: int,
+        sequence: bool,
+        overlap: TensorOverlap | None,
         recompute: Recomputable | None,
         count: int,
         *parameters: Tensor,
@@ -64,14 +67,12 @@ class _Linear(torch.autograd.Function):
         ctx.make_input = None if recompute is None else recompute.function
         ctx.tp = tp
         ctx.column = column
-        ctx.sequence = gathers > 0
-        pieces = None
+        ctx.sequence = sequence
+        gathered = None
         # Before the weights are waited for: their own gathers may run meanwhile.
-        if gathers > 1:
-            from megatron_llama.model.nn.pieces import Pieces  # which few runs need
-
-            pieces = Pieces(x, tp, gathers)
-        elif gathers:
+        if sequence and overlap is not None:
+            gathered = overlap.gather(x, tp)
+        elif sequence:
             x, gathering = autograd.start_all_gather(x, tp, async_op=False)
             gathering.wait()
         ctx.unsharded = []
@@ -81,11 +82,11 @@ class _Linear(torch.autograd.Function):
             ctx.unsharded.append(wait_unsharded(weight))
             if bias is not None:
                 ctx.bias_handles.append((wait_unsharded(bias).handle, bias.dtype))
-            if pieces is None:
+            if gathered is None:
                 # F.linear, but on some CPUs oneDNN's product
                 outputs.append(gemm.linear(x, weight, bias))
-        if pieces is not None:
-            return pieces.products(weights, biases)
+        if gathered is not None:
+            return gathered.products(weights, biases)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     @staticmethod
@@ -139,7 +140,7 @@ class _Linear(torch.autograd.Function):
         gathering.wait()
         weight_grads = write_gradients(x) if writes else [None] * count
         reducing.wait()
-        return x_grad, None, None, None, None, None, *weight_grads, *bias_grads
+        return x_grad, *[None] * (FIRST_WEIGHT - 1), *weight_grads, *bias_grads
 
 
 def start_input_again(
@@ -216,13 +217,12 @@ def column_linear(
 ) -> Tensor:
     """Multiply x [s or s/tp, ..., d] by this rank's rows [f/tp, d] of the weight: [s, ...,
     f/tp]."""
-    gathers = int(sequence_parallel and tp.size > 1)
-    return _linear(x, (weight,), (), tp, column=True, gathers=gathers)
+    return _linear(x, (weight,), (), tp, column=True, sequence=sequence_parallel and tp.size > 1)
 
 
 def plain_linear(x: Tensor | Recomputable, weight: Tensor, tp: Axis) -> Tensor:
     """Multiply x [..., d] by a weight [f, d]: [..., f], without communication."""
-    return _linear(x, (weight,), (), tp, column=False, gathers=0)
+    return _linear(x, (weight,), (), tp, column=False, sequence=False)
 
 
 def _linear(
@@ -232,11 +232,12 @@ def _linear(
     tp: Axis,
     *,
     column: bool,
-    gathers: int,
+    sequence: bool,
+    overlap: TensorOverlap | None = None,
 ) -> Tensor:
     value, recompute = (x.value, x) if isinstance(x, Recomputable) else (x, None)
     out = _Linear.apply(  # type: ignore[no-untyped-call]
-        value, tp, column, gathers, recompute, len(weights), *weights, *biases
+        value, tp, column, sequence, overlap, recompute, len(weights), *weights, *biases
     )
     return cast(Tensor, out)
 
@@ -247,8 +248,8 @@ class LinearOptions(TypedDict):
     tp: Axis
     sequence_parallel: bool
     bias: bool
-    pieces: int
-    """The number of messages in which an input is gathered forward, or outputs are summed."""
+    overlap: TensorOverlap | None
+    """Hides the gather of an input, or the sum of outputs; None: it is waited for."""
 
 
 class ColumnLinear(nn.Module):
@@ -263,12 +264,12 @@ class ColumnLinear(nn.Module):
         tp: Axis,
         sequence_parallel: bool,
         bias: bool = False,
-        pieces: int = 1,
+        overlap: TensorOverlap | None = None,
     ) -> None:
         super().__init__()
         self.tp = tp
         self.sequence_parallel = sequence_parallel
-        self.pieces = pieces
+        self.overlap = overlap
         self.weight = empty_weight(outputs // tp.size, inputs)
         self.bias = empty_weight(outputs // tp.size) if bias else None
         self.adapters: nn.Module | None = None
@@ -289,8 +290,9 @@ def stacked_outputs(x: Tensor | Recomputable, layers: Sequence[ColumnLinear]) ->
     sequence_parallel = layers[0].sequence_parallel
     weights = [layer.weight for layer in layers]
     biases = [layer.bias for layer in layers if layer.bias is not None]
-    gathers = layers[0].pieces if sequence_parallel and tp.size > 1 else 0
-    out = _linear(x, weights, biases, tp, column=True, gathers=gathers)
+    sequence = sequence_parallel and tp.size > 1
+    overlap = layers[0].overlap
+    out = _linear(x, weights, biases, tp, column=True, sequence=sequence, overlap=overlap)
     if all(layer.adapters is None for layer in layers):
         return out
     from megatron_llama.model.nn.lora import column_additions  # which few runs need
@@ -310,12 +312,12 @@ class RowLinear(nn.Module):
         tp: Axis,
         sequence_parallel: bool,
         bias: bool = False,
-        pieces: int = 1,
+        overlap: TensorOverlap | None = None,
     ) -> None:
         super().__init__()
         self.tp = tp
         self.sequence_parallel = sequence_parallel
-        self.pieces = pieces
+        self.overlap = overlap
         self.weight = empty_weight(outputs, inputs // tp.size)
         self.bias = empty_weight(outputs) if bias else None
         self.adapters: nn.Module | None = None
@@ -325,10 +327,8 @@ class RowLinear(nn.Module):
         """Multiply, sum over tp (with sequence parallelism each rank a part of the sequence), and
         add the bias, which every rank has whole."""
         addition = None if self.adapters is None else cast(Tensor, self.adapters(x))
-        if self.pieces > 1 and self.tp.size > 1:
-            from megatron_llama.model.nn.pieces import sum_pieces  # which few runs need
-
-            out = sum_pieces(x, self, addition)
+        if self.overlap is not None and self.tp.size > 1:
+            out = self.overlap.sum(x, self, addition)
         else:
             out = plain_linear(x, self.weight, self.tp)
             out = out if addition is None else out + addition

@@ -33,6 +33,25 @@ AHEAD = 2
 """Pieces that are gathered or on their way at once: one is multiplied, and one travels."""
 
 
+class InPieces:
+    """``TensorOverlap`` by messages in pieces."""
+
+    def __init__(self, pieces: int) -> None:
+        self.pieces = pieces
+
+    def gather(self, shard: Tensor, tp: Axis) -> Pieces:
+        """See TensorOverlap."""
+        return Pieces(shard, tp, self.pieces)
+
+    def sum(self, x: Tensor | Recomputable, layer: RowLinear, addition: Tensor | None) -> Tensor:
+        """See TensorOverlap."""
+        value, recompute = (x.value, x) if isinstance(x, Recomputable) else (x, None)
+        out: Tensor = _PiecedRow.apply(  # type: ignore[no-untyped-call]
+            value, layer, self.pieces, recompute, addition, layer.weight
+        )
+        return out
+
+
 class Pieces:
     """A shard [s / tp, b, d]: the rows of all ranks are gathered piece by piece, and multiplied.
 
@@ -79,8 +98,7 @@ class Pieces:
                 self._start()
 
     def products(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-        """Multiply all rows by weights [f, d] and add their biases [f]; the outputs are stacked:
-        [s, b, all f]. The rank's own rows come first, under the first message."""
+        """See GatheredInput. The rank's own rows come first, under the first message."""
         shard = self._shard
         tp = self._tp
         sizes = [len(weight) for weight in weights]
@@ -101,16 +119,6 @@ class Pieces:
         return out
 
 
-def sum_pieces(x: Tensor | Recomputable, layer: RowLinear, addition: Tensor | None) -> Tensor:
-    """Multiply x [s, b, d / tp] by the weight of a row-parallel layer, add ``addition`` [s, b, f],
-    and sum over tp: [s, b, f], or with sequence parallelism this rank's [s / tp, b, f]."""
-    value, recompute = (x.value, x) if isinstance(x, Recomputable) else (x, None)
-    out = _PiecedRow.apply(  # type: ignore[no-untyped-call]
-        value, layer, recompute, addition, layer.weight
-    )
-    return cast(Tensor, out)
-
-
 class _PiecedRow(torch.autograd.Function):
     """The product of a row-parallel layer and its sum over tp, a piece of which is summed while the
     next one is multiplied."""
@@ -120,14 +128,16 @@ class _PiecedRow(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         layer: RowLinear,
+        pieces: int,
         recompute: Recomputable | None,
         addition: Tensor | None,
         weight: Tensor,
     ) -> Tensor:
         sources = (x,) if recompute is None else recompute.sources
-        ctx.save_for_backward(weight, *(sources if ctx.needs_input_grad[4] else ()))
+        ctx.save_for_backward(weight, *(sources if ctx.needs_input_grad[5] else ()))
         ctx.make_input = None if recompute is None else recompute.function
         ctx.layer = layer
+        ctx.pieces = pieces
         ctx.unsharded = wait_unsharded(weight)
         tp = layer.tp
         # Without sequence parallelism a rank has all rows of a piece, as if it were alone.
@@ -137,7 +147,7 @@ class _PiecedRow(torch.autograd.Function):
         added = None if addition is None else addition.view(ranks, length, *addition.shape[1:])
         out = x.new_empty(length, *x.shape[1:-1], len(weight))
         messages = []
-        for span in piece_spans(length, layer.pieces):
+        for span in piece_spans(length, pieces):
             terms = x.new_empty(ranks, *out[span].shape) if ranks > 1 else out[span].unsqueeze(0)
             gemm.linear_into(terms.flatten(1, -2), inputs[:, span].flatten(1, -2), weight)
             if added is not None:
@@ -155,12 +165,12 @@ class _PiecedRow(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *sources = ctx.saved_tensors
         layer: RowLinear = ctx.layer
-        needs_x, _, _, needs_addition, needs_weight = ctx.needs_input_grad
+        needs_x, _, _, _, needs_addition, needs_weight = ctx.needs_input_grad
         pieces = None
         whole = grad
         if layer.sequence_parallel:
             whole = grad.new_empty(len(grad) * layer.tp.size, *grad.shape[1:])
-            pieces = Pieces(grad, layer.tp, layer.pieces, whole=whole)
+            pieces = Pieces(grad, layer.tp, ctx.pieces, whole=whole)
         x_grad = None
         if needs_x:
             ctx.unsharded.check()
@@ -189,7 +199,7 @@ class _PiecedRow(torch.autograd.Function):
         added = None
         if needs_addition:
             added = whole if places is None else _in_sequence_order(whole, places, layer.tp.size)
-        return x_grad, None, None, added, weight_grad
+        return x_grad, None, None, None, added, weight_grad
 
 
 def _in_piece_order(tensor: Tensor, spans: Sequence[slice], ranks: int) -> Tensor:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from megatron_llama.config.schema import Config
 from megatron_llama.model.plan.itemsize import compute_itemsize
 
+SYMMETRIC = "symm_mem"
+"""The value that means torch's fused operators over symmetric memory instead of pieces."""
 FEW_TOKENS = 256
 """``auto`` makes no piece of fewer tokens a rank: two tiles of a matrix product, and a message that
 is worth its start."""
@@ -28,10 +30,11 @@ def piece_spans(rows: int, pieces: int) -> tuple[slice, ...]:
 
 
 def chosen_pieces(config: Config) -> int:
-    """Return the number of pieces that ``--tp-comm-overlap`` means: 1 leaves messages whole."""
+    """Return the number of pieces that ``--tp-comm-overlap`` means: 1 leaves messages whole, as the
+    fused operators do for all that plans count."""
     parallel = config.parallel
     wanted = parallel.tp_comm_overlap
-    if parallel.tensor_model_parallel_size == 1:
+    if parallel.tensor_model_parallel_size == 1 or wanted == SYMMETRIC:
         return 1
     if wanted != "auto":
         return max(1, int(wanted))

@@ -12,20 +12,27 @@ import torch
 from megatron_llama.engine import host_gemm as gemm
 from megatron_llama.engine.comm import collectives
 from megatron_llama.engine.comm.collectives import Pending
-from megatron_llama.engine.mesh import Axis
+from megatron_llama.engine.mesh import Axis, Mesh
+from megatron_llama.errors import ConfigError
 from megatron_llama.launch.launcher import Place
 from megatron_llama.model.nn.functional import recomputable_gated
 from megatron_llama.model.nn.linear import ColumnLinear, RowLinear, stacked_outputs
 from megatron_llama.model.nn.lora import ColumnAdapters, Part, RowAdapter
 from megatron_llama.model.nn.ops import PLAIN
+from megatron_llama.model.nn.overlap import TensorOverlap, tensor_overlap
+from megatron_llama.model.nn.pieces import InPieces
+from megatron_llama.model.nn.symmetric import Operators, SymmetricMemory
 from megatron_llama.model.plan.pieces import block_messages, chosen_pieces, piece_spans
+from megatron_llama.train.setup.resolve import problems
 from torch import Tensor, nn
+from torch.distributed._symmetric_memory import _fused_all_gather_matmul_fallback, _fused_matmul_reduce_scatter_fallback
 
 from tests.harness import Cluster
 from tests.model.nn.handle import Handle
 from tests.model.nn.spmd import numbers, tensor_mesh
 from tests.oracle.messages import step_messages
 from tests.parallel.cases import Layout
+from tests.refused import refused
 
 S, B, D, F, RANK = 12, 2, 6, 24, 2
 """Rows of every part: 6 on two ranks, 4 on three: 4 pieces are of unlike sizes."""
@@ -73,9 +80,9 @@ def adapters_of(adapters: nn.ModuleDict, name: str, rank: Axis, seed: int) -> li
     return found
 
 
-def run(tp: Axis, case: Case, cut: int) -> dict[str, Tensor]:
-    """Output and all gradients of a column-parallel layer, a gate, and a row-parallel one, with messages in ``cut`` pieces."""
-    options = {"tp": tp, "sequence_parallel": case.sequence_parallel, "bias": case.bias, "pieces": cut}
+def run(tp: Axis, case: Case, overlap: TensorOverlap | None) -> dict[str, Tensor]:
+    """Output and all gradients of a column-parallel layer, a gate, and a row-parallel one, whose messages are hidden so."""
+    options = {"tp": tp, "sequence_parallel": case.sequence_parallel, "bias": case.bias, "overlap": overlap}
     sizes = [F, 2 * F] if case.stacked else [2 * F]
     columns = [ColumnLinear(D, size, **options) for size in sizes]
     row = RowLinear(F * len(sizes) if not case.stacked else 3 * F // 2, D, **options)
@@ -111,9 +118,9 @@ def run(tp: Axis, case: Case, cut: int) -> dict[str, Tensor]:
 def check_pieces(place: Place, case: Case) -> None:
     """The numbers of whole messages, in another order of sums; and these bits for one piece."""
     tp = tensor_mesh(place).tp
-    expected = run(tp, case, 1)
+    expected = run(tp, case, None)
     for cut in (2, 3, 4, 100):
-        found = run(tp, case, cut)
+        found = run(tp, case, InPieces(cut))
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
@@ -134,6 +141,30 @@ def test_pieces_cover_all_rows_once() -> None:
             lengths = [span.stop - span.start for span in spans]
             assert len(spans) == min(rows, cut) and max(lengths) - min(lengths) <= 1
     assert piece_spans(0, 3) == (slice(0, 0),)
+
+
+def check_operators(place: Place, case: Case) -> None:
+    """Torch's own plain versions of the fused operators, over gloo, in the place of those for NVLink."""
+    mesh = tensor_mesh(place)
+    operators = Operators(_fused_all_gather_matmul_fallback, _fused_matmul_reduce_scatter_fallback)
+    expected, found = run(mesh.tp, case, None), run(mesh.tp, case, SymmetricMemory(mesh, operators))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES.values() if case.sequence_parallel], ids=[name for name, case in CASES.items() if case.sequence_parallel])
+def test_fused_operators_give_what_whole_messages_give(cluster: Cluster, case: Case) -> None:
+    cluster.run(3, check_operators, case)
+
+
+def test_fused_operators_are_refused_without_gpus_that_nvlink_joins() -> None:
+    config = Layout(tp=2, sp=True, tp_comm="symm_mem").sized()
+    axis = Axis("tp", 0, (0, 1), None, Mesh.single().recorder)
+    with pytest.raises(ConfigError) as error:
+        tensor_overlap(config, replace(Mesh.single(), tp=axis))
+    assert refused(error.value).where == "--tp-comm-overlap"
+    [problem] = set(problems(Layout(tp=2, tp_comm="symm_mem").sized(), 2)) - set(problems(config, 2))
+    assert refused(problem).do.startswith("give --sequence-parallel")
 
 
 def check_order(place: Place) -> None:
@@ -164,7 +195,7 @@ def check_order(place: Place) -> None:
         linear_into(out, x, weight, bias)
 
     linear_into = gemm.linear_into
-    options = {"tp": tp, "sequence_parallel": True, "pieces": 3}
+    options = {"tp": tp, "sequence_parallel": True, "overlap": InPieces(3)}
     column, row = ColumnLinear(D, F, **options), RowLinear(F, D, **options)
     for layer in (column, row):
         layer.weight = nn.Parameter(numbers(*layer.weight.shape, seed=1).detach())
