@@ -101,6 +101,8 @@ class Rules:
     with others, or leaves it out."""
     repeats: bool = False
     """Whether a flag that is given again adds its values to the earlier ones."""
+    bare: str | None = None
+    """The word that the flag alone stands for. None: it needs one, unless it is a boolean."""
 
 
 PLAIN = Rules()
@@ -116,9 +118,10 @@ def option(
     small: Small | None = None,
     draws: tuple[object, ...] = (),
     repeats: bool = False,
+    bare: str | None = None,
 ) -> T:
     """Return a field with a default and its ``Rules``, which explain the arguments."""
-    rules = Rules(check, largest, changes, small, draws, repeats)
+    rules = Rules(check, largest, changes, small, draws, repeats, bare)
     return field(default=default, metadata={_METADATA: rules})
 
 

@@ -3,6 +3,7 @@ torch's AdamW.
 
     python tools/parity.py [--only WORD ...]
     python tools/parity.py --random [--seed N] [--count N]
+    python tools/parity.py [--random] --pieces N
     python tools/parity.py --modules [--only WORD ...]
     python tools/parity.py --families [--only WORD ...]
     python tools/parity.py --faults [--only WORD ...]
@@ -28,6 +29,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +276,13 @@ def arguments() -> argparse.Namespace:
         "--random", action="store_true", help="draw layouts instead of taking the fixed ones"
     )
     parser.add_argument(
+        "--pieces",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tensor-parallel layouts only, fixed or drawn, all with --tp-comm-overlap N",
+    )
+    parser.add_argument(
         "--modules", action="store_true", help="models that are not ours, under shard()"
     )
     parser.add_argument(
@@ -326,6 +335,9 @@ def main() -> int:
     if options.families:
         layouts = [layout for family in twins.TWINS for layout in twins.family_layouts(family)]
         compare_with = twins.reference
+    if options.pieces:
+        cut = (replace(one, tp_comm=str(options.pieces)) for one in layouts if one.tp > 1)
+        layouts = list(dict.fromkeys(cut))
     chosen = [layout for layout in layouts if all(word in layout.name for word in options.only)]
     with Cluster() as cluster:
         table = rows(cluster, chosen, compare_with)

@@ -167,7 +167,7 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         ),
         **_all_alike(
             "overlap_grad_reduce overlap_param_gather delay_grad_reduce delay_param_gather "
-            "align_grad_reduce align_param_gather overlap_p2p_communication tp_comm_overlap "
+            "align_grad_reduce align_param_gather overlap_p2p_communication "
             "overlap_param_gather_with_optimizer_step use_contiguous_parameters_in_local_ddp "
             "no_contiguous_buffers_in_local_ddp no_scatter_gather_tensors_in_pipeline "
             "ddp_average_in_collective",

@@ -543,7 +543,7 @@ class _Reader:
         inner, _ = strip_optional(option.kind)
         raw = item.raw
         if isinstance(raw, list) and get_origin(inner) is not tuple and item.is_flag:
-            raw = self._one_word(item, "true" if inner is bool else None, option.kind)
+            raw = self._one_word(item, "true" if inner is bool else option.rules.bare, option.kind)
             if raw is None:
                 self.refused.add(option.name)
                 return None

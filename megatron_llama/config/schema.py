@@ -266,6 +266,20 @@ class ParallelConfig:
     sequence_parallel: bool = option(False, small=scaled("there is one tensor-parallel rank"))
     """Split norms and residual stream along the sequence over the tp processes. Ignored with tp
     1."""
+    tp_comm_overlap: str = option(
+        "0",
+        check=Check(
+            lambda value: value in ("0", "auto", "symm_mem") or is_count(value),
+            "auto, 0, symm_mem, or a number of pieces",
+            "give one of these",
+        ),
+        bare="auto",
+        small=KEPT,
+    )
+    """Cut the messages of tensor-parallel layers into so many pieces, each sent under the product
+    of another. 0: whole messages, which forward passes wait for. auto, or the flag alone: as many
+    as leave pieces of 256 tokens, at most 4. symm_mem: by torch's fused operators for GPUs that
+    NVLink joins, with --sequence-parallel; not measured yet. Ignored with tp 1."""
     pipeline_schedule: PipelineSchedule = option("1f1b", small=scaled("there is one pipeline rank"))
     """Order of forward and backward passes over the pipeline stages. zb-*: weight gradients fill
     the bubbles."""

@@ -39,6 +39,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _unflatten(F.linear(rows(x), weight, bias), x)  # F.linear would return a view
 
 
+def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Write ``linear`` of x [blocks, m, d] to out [blocks, m, f], whose blocks may lie apart."""
+    if devices.is_host(x.device):
+        for target, block in zip(out, x, strict=True):
+            target.copy_(linear(block, weight, bias))
+        return
+    # One call of cuBLAS, which takes any distance between blocks, and between rows.
+    right = weight.t().expand(len(x), -1, -1)
+    if bias is None:
+        torch.bmm(x, right, out=out)
+    else:
+        torch.baddbmm(bias, x, right, out=out)
+
+
 def linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
     """Return the gradient [..., d] of the input of ``linear`` from that of its output, [..., f]."""
     if prefers_onednn(grad, weight):

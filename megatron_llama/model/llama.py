@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_llama.engine.backward import pre_backward_hook
 from megatron_llama.engine.comm.device import is_host
-from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.engine.param_handle import ParamHandle, use_param_handles
 from megatron_llama.model.nn.attention import PLAIN_SCORES, AttentionBackend, ScoreRule
 from megatron_llama.model.nn.compiled import chosen_ops
@@ -40,14 +40,15 @@ from megatron_llama.model.nn.host.attention import rotated_attention
 from megatron_llama.model.nn.kernels.choice import kernels_for
 from megatron_llama.model.nn.linear import (
     ColumnLinear,
+    LinearOptions,
     RowLinear,
     column_linear,
     empty_weight,
     stacked_outputs,
 )
-from megatron_llama.model.nn.lora import add_adapters
 from megatron_llama.model.nn.loss import TokenWeights
 from megatron_llama.model.nn.ops import PLAIN, Ops
+from megatron_llama.model.nn.overlap import TensorOverlap, tensor_overlap
 from megatron_llama.model.nn.qk_norm import NormWeight, norm_of_heads, norm_of_projections
 from megatron_llama.model.nn.recompute import Recomputable, recomputed
 from megatron_llama.model.nn.score import Score
@@ -71,6 +72,8 @@ class StageOptions:
     """How a stage computes, whatever the shape of the model."""
 
     sequence_parallel: bool = False
+    tp_overlap: TensorOverlap | None = None
+    """Hides the messages of tensor-parallel layers; None: they are waited for."""
     cp_comm_type: Comm = "all_gather"
     recompute: Granularity = "none"
     recompute_layers: int | None = None
@@ -94,10 +97,20 @@ class StageOptions:
         )
         return StageOptions(
             parallel.sequence_parallel,
+            None,
             parallel.cp_comm_type,
             parallel.recompute_granularity,
             layers,
         )
+
+    def linear(self, tp: Axis, *, bias: bool) -> LinearOptions:
+        """Return how a linear layer is spread over tp."""
+        return {
+            "tp": tp,
+            "sequence_parallel": self.sequence_parallel,
+            "bias": bias,
+            "overlap": self.tp_overlap,
+        }
 
     def recompute_of(self, position: int) -> Granularity:
         """Return the granularity at which the block at this position of the stage recomputes."""
@@ -160,12 +173,8 @@ class Attention(nn.Module):
         hidden = config.hidden_size
         query = config.num_attention_heads * config.head_dim
         key_value = 2 * config.num_key_value_heads * copies * config.head_dim
-        column = partial(
-            ColumnLinear,
-            tp=mesh.tp,
-            sequence_parallel=options.sequence_parallel,
-            bias=config.attention_bias or config.add_qkv_bias,
-        )
+        bias = config.attention_bias or config.add_qkv_bias
+        column = partial(ColumnLinear, **options.linear(mesh.tp, bias=bias))
         self.is_fused = copies == 1
         if self.is_fused:
             self.qkv_proj = column(hidden, query + key_value)
@@ -173,13 +182,8 @@ class Attention(nn.Module):
             # Two weights: gradients of the copies are summed, those of the queries are not.
             self.q_proj = column(hidden, query)
             self.kv_proj = column(hidden, key_value)
-        self.o_proj = RowLinear(
-            query,
-            hidden,
-            tp=mesh.tp,
-            sequence_parallel=options.sequence_parallel,
-            bias=config.attention_bias,
-        )
+        spread = options.linear(mesh.tp, bias=config.attention_bias)
+        self.o_proj = RowLinear(query, hidden, **spread)
         self.tp = mesh.tp
         self.eps = config.rms_norm_eps
         self.one_plus = config.apply_layernorm_1p
@@ -268,20 +272,9 @@ class MLP(nn.Module):
         self.recompute = recompute
         hidden = config.hidden_size
         inner = config.intermediate_size
-        self.gate_up_proj = ColumnLinear(
-            hidden,
-            2 * inner,
-            tp=mesh.tp,
-            sequence_parallel=options.sequence_parallel,
-            bias=config.mlp_bias,
-        )
-        self.down_proj = RowLinear(
-            inner,
-            hidden,
-            tp=mesh.tp,
-            sequence_parallel=options.sequence_parallel,
-            bias=config.mlp_bias,
-        )
+        spread = options.linear(mesh.tp, bias=config.mlp_bias)
+        self.gate_up_proj = ColumnLinear(hidden, 2 * inner, **spread)
+        self.down_proj = RowLinear(inner, hidden, **spread)
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
@@ -584,6 +577,7 @@ def build_stages(config: Config, mesh: Mesh, block: type[Block] = Block) -> dict
     options = replace(
         StageOptions.of(config.parallel),
         ops=ops,
+        tp_overlap=tensor_overlap(config, mesh),
         attention_backend=training.attention_backend,
         padding_idx=padding_idx(config),
     )
@@ -600,6 +594,8 @@ def build_stages(config: Config, mesh: Mesh, block: type[Block] = Block) -> dict
         # One tensor, whose two gradients meet in one slot: no message ties the ends together.
         stages[partition.stages - 1].share_embedding_of(stages[0])
     if config.lora.lora_rank:
+        from megatron_llama.model.nn.lora import add_adapters  # which few runs need
+
         units_of_stages = rank_units(config, rank=mesh.pp.rank, tp_rank=mesh.tp.rank)
         for stage, units in zip(stages.values(), units_of_stages, strict=True):
             add_adapters(stage, [spec for unit in units for spec in unit.params], config.lora)

@@ -11,6 +11,7 @@ from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.footprint import fuller_end
 from megatron_llama.planner.kernels import Kernels, PassTime
 from megatron_llama.planner.links import RankGroups, rank_groups
+from megatron_llama.planner.tensor_pieces import exposed_pieces
 from megatron_llama.planner.training_job import TrainingJob
 
 UPDATE = 34
@@ -75,11 +76,13 @@ def block_time(
     job: TrainingJob, groups: RankGroups, kernels: Kernels, fit: Coefficients
 ) -> BlockTime:
     """Return the time of one block. Each pass sums partial results over tp twice (with sequence
-    parallelism: gathers and scatters). With context parallelism, keys and values travel forward,
-    and again backward with their gradients, as far as windows reach. The time is that of the rank
-    that sends most."""
+    parallelism: gathers and scatters), whole or in pieces. With context parallelism, keys and
+    values travel forward, and again backward with their gradients, as far as windows reach. The
+    time is that of the rank that sends most."""
     shown = fit.tensor_overlap if job.traits.overlap_tensor else 1.0
-    tensor = 2 * groups.tp.reduce(job.stream) * shown
+    tensor = tensor_back = 2 * groups.tp.reduce(job.stream) * shown
+    if job.tensor_pieces > 1:
+        tensor, tensor_back = exposed_pieces(job, groups.tp, kernels, fit)
     heads = job.model.num_key_value_heads
     width = 2 * heads * job.model.head_dim / min(job.tp, heads)
     elements = job.tokens * job.cp * width
@@ -89,7 +92,7 @@ def block_time(
     gradients = groups.cp.gather(wide * elements * sent_back) * fit.cp_exposed
     pure = kernels.forward()
     forward = replace(pure, tensor=tensor, context=key_values)
-    backward = replace(kernels.backward(pure), tensor=tensor, context=key_values + gradients)
+    backward = replace(kernels.backward(pure), tensor=tensor_back, context=key_values + gradients)
     if job.recomputes_scores:
         return BlockTime(forward, backward + PassTime(attention=pure.attention))
     again = forward.scaled(job.recomputed) + PassTime(memory=pure.memory * job.recomputed_memory)

@@ -15,6 +15,7 @@ from megatron_llama.engine.plan.specs import ParamSpec
 from megatron_llama.engine.plan.zenflow import longest_window, sends_fp32
 from megatron_llama.model.plan.itemsize import compute_itemsize
 from megatron_llama.model.plan.params import Shapes, stage_units, whole_model
+from megatron_llama.model.plan.pieces import chosen_pieces
 from megatron_llama.model.plan.run_params import trained_units
 from megatron_llama.pipeline.plan.run_engine import shard_count
 from megatron_llama.planner.hardware import Gpu
@@ -152,6 +153,8 @@ class TrainingJob:
     cp: int = 1
     dp: int = 1
     sequence_parallel: bool = False
+    tensor_pieces: int = 1
+    """Pieces of a message over tp that are hidden under products, as this trainer does it."""
     recomputed: float = 0.0
     """Share of the blocks' forward pass that backward recomputes."""
     recomputed_memory: float = 0.0
@@ -303,6 +306,7 @@ def job_of(config: Config, machine: Machine) -> TrainingJob:
         cp=cp,
         dp=dp,
         sequence_parallel=parallel.sequence_parallel,
+        tensor_pieces=chosen_pieces(config),
         recomputed=recomputing if parallel.recompute_granularity == "full" else 0.0,
         recomputed_memory=0.5 * recomputing * (parallel.recompute_granularity == "selective"),
         ends_counted=parallel.account_for_loss_in_pipeline_split,

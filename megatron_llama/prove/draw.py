@@ -180,6 +180,7 @@ def layout(chance: random.Random) -> tuple[Options, int]:
     options: Options = {AXES[axis]: sizes[axis] for axis in ("tp", "cp")} | {AXES["pp"]: pp}
     options["virtual_pipeline_model_parallel_size"] = chance.choice((1, 2, 3)) if pp > 1 else 1
     options["sequence_parallel"] = sizes["tp"] > 1 and chance.random() < 0.5
+    options["tp_comm_overlap"] = chance.choice(("0", "2", "4")) if sizes["tp"] > 1 else "0"
     options["cp_comm_type"] = (
         chance.choice(("all_gather", "ring")) if sizes["cp"] > 1 else "all_gather"
     )

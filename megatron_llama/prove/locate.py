@@ -160,6 +160,8 @@ def axes_of(case: Case) -> Iterator[tuple[str, Case]]:
         "pipeline_schedule": "1f1b",
     }
     slots: dict[str, object] = {"param_slots": "default", "grad_slots": 2, "prefetch_bytes": 0}
+    if tp > 1 and options.get("tp_comm_overlap", "0") != "0":
+        yield "tensor-parallel messages in pieces", without({"tp_comm_overlap": "0"})
     if tp > 1 and options.get("sequence_parallel"):
         yield "sequence parallelism", without({"sequence_parallel": False})
     if cp > 1:

@@ -82,6 +82,7 @@ class _Step:
         gathers its input, of which each rank kept a part."""
         calls = 4 * self.blocks + 2 * self.again + self.first + self.last
         self.add("tp", "all_reduce", self.hidden, calls)
+        self.cut("all_reduce", 2 * (self.blocks + self.again), rows=self.rows)
         if self.shape.tokens * self.config.model.hidden_size % self.shape.tp == 0:
             self.add("tp", "all_gather", self.hidden, self.again)
 
@@ -93,6 +94,20 @@ class _Step:
         gathers = 6 * self.blocks + 2 * self.again + self.first + head * self.last
         self.add("tp", "all_gather", self.hidden, gathers)
         self.add("tp", "reduce_scatter", self.hidden, 4 * self.blocks + 2 * self.again + self.first + self.last)
+        # Forward both are in pieces, and backward the gradient of a row-parallel layer's outputs.
+        self.cut("all_gather", 4 * self.blocks + 2 * self.again, rows=self.rows // self.shape.tp)
+        self.cut("reduce_scatter", 2 * (self.blocks + self.again), rows=self.rows // self.shape.tp)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the residual stream of a microbatch, each of all its samples."""
+        return self.config.training.seq_length // self.shape.cp
+
+    def cut(self, operation: str, messages: int, *, rows: int) -> None:
+        """So many messages are sent in pieces of some rows each: as many bytes."""
+        pieces = self.parallel.tp_comm_overlap
+        if pieces != "0":
+            self.calls["tp", operation] += messages * (min(int(pieces), rows) - 1)
 
     def cross_entropy(self) -> None:
         """Of every token the maximum, then the sum and the target's score; chunk by chunk, where

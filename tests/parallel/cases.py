@@ -68,6 +68,8 @@ class Layout:
     cp: int = 1
     virtual: int = 1
     sp: bool = False
+    tp_comm: str = "0"
+    """Pieces of the messages of tensor-parallel layers."""
     cp_comm: Literal["all_gather", "ring"] = "all_gather"
     strategy: Strategy = "optim"
     slots: str = "default"
@@ -128,7 +130,7 @@ class Layout:
     def name(self) -> str:
         """What differs from one process."""
         words = [f"{axis}{size}" for axis in ("tp", "cp", "pp", "dp") if (size := getattr(self, axis)) > 1] or ["one process"]
-        words += ["sp"] * self.sp + ([self.cp_comm] if self.cp > 1 else []) + ([self.strategy] if self.dp * self.cp > 1 else [])
+        words += ["sp"] * self.sp + ([f"tp in {self.tp_comm} pieces"] if self.tp_comm != "0" else []) + ([self.cp_comm] if self.cp > 1 else []) + ([self.strategy] if self.dp * self.cp > 1 else [])
         words += [f"{self.slots} slots"] if self.slots != "default" else []
         words += [f"{self.grad_slots} gradient slots"] if self.grad_slots != 2 else []
         words += [f"shards of {self.shard_size}"] if self.shard_size else []
@@ -154,6 +156,7 @@ class Layout:
             context_parallel_size=self.cp,
             cp_comm_type=self.cp_comm,
             sequence_parallel=self.sp,
+            tp_comm_overlap=self.tp_comm,
             pipeline_schedule=self.schedule,
             virtual_pipeline_model_parallel_size=self.virtual,
             pipeline_layer_split=self.split,
@@ -469,6 +472,9 @@ LAYOUTS = (
     Layout(tp=4, kv_heads=1, sp=True),
     Layout(tp=2, kv_heads=1, sp=True, pp=2, microbatches=2, schedule="zb-h1", recompute="selective"),
     Layout(tp=2, kv_heads=1, sp=True, cp=2, recompute="full"),
+    Layout(tp=4, kv_heads=1, sp=True, tp_comm="3", recompute="full"),
+    Layout(tp=2, tp_comm="2", recompute="selective", microbatches=2, tied=True),
+    Layout(tp=2, sp=True, pp=2, tp_comm="4", microbatches=4, schedule="zb-h1", strategy="optim_grads"),
     *(Layout(dp=2, strategy=strategy, microbatches=4) for strategy in STRATEGIES),
     Layout(dp=2, microbatches=4, documents=True),
     Layout(cp=4, cp_comm="ring"),

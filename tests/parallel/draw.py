@@ -38,7 +38,7 @@ def _traits(layout: Layout) -> Sequence[str]:
 
 NAMES: Mapping[str, str] = {
     "tp": "tensor_model_parallel_size", "cp": "context_parallel_size", "pp": "pipeline_model_parallel_size",
-    "virtual": "virtual_pipeline_model_parallel_size", "sp": "sequence_parallel", "cp_comm": "cp_comm_type",
+    "virtual": "virtual_pipeline_model_parallel_size", "sp": "sequence_parallel", "tp_comm": "tp_comm_overlap", "cp_comm": "cp_comm_type",
     "strategy": "data_parallel_sharding_strategy", "slots": "param_slots", "grad_slots": "grad_slots",
     "shard_size": "data_parallel_shard_size", "prefetch": "prefetch_bytes", "schedule": "pipeline_schedule",
     "split": "pipeline_layer_split", "layers": "num_hidden_layers", "kv_heads": "num_key_value_heads", "recompute": "recompute_granularity",

@@ -280,7 +280,7 @@ def test_every_part_has_its_row_in_the_documentation() -> None:
 def test_parts_that_need_several_gpus_are_named_where_there_is_one() -> None:
     one, eight = (all_parts(Setting(Path("out"), EXAMPLE_MEMORY, gpus=gpus)) for gpus in (1, 8))
     assert [part.name for part in one if part.obstacle == "needs 2 GPUs or more, and 1 is here"] == [
-        *("ab-priority", "ab-pp-ctas", "ab-attention-cp", "ab-grad-reduce-in-bf16-dp")
+        *("ab-priority", "ab-tp-comm-overlap", "ab-tp-symm-mem", "ab-pp-ctas", "ab-attention-cp", "ab-grad-reduce-in-bf16-dp")
     ]
     assert all(part.obstacle is None for part in eight)
     [command] = [part.command for part in eight if part.name == "ab-pp-ctas"]
@@ -289,7 +289,7 @@ def test_parts_that_need_several_gpus_are_named_where_there_is_one() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["ab-priority", "ab-pp-ctas", "ab-attention-cp", "ab-grad-reduce-in-bf16-dp"])
+@pytest.mark.parametrize("name", ["ab-priority", "ab-tp-comm-overlap", "ab-pp-ctas", "ab-attention-cp", "ab-grad-reduce-in-bf16-dp"])
 def test_switches_between_processes(name: str, tmp_path: Path) -> None:
     """Two processes over gloo, where these options decide nothing or little: both variants train, in turns."""
     [part] = [part for part in all_parts(Setting(tmp_path, EXAMPLE_MEMORY, tiny=True, gpus=2)) if part.name == name]

@@ -64,6 +64,8 @@ SWITCHES: Mapping[str, Variants] = MappingProxyType(
             "none": ("--high-priority-stream-groups", "none"),
             "tp cp dp": ("--high-priority-stream-groups", "tp", "cp", "dp"),
         },
+        "tp-comm-overlap": {"0": (), "4": ("--tp-comm-overlap", "4")},
+        "tp-symm-mem": {"0": (), "symm_mem": ("--tp-comm-overlap", "symm_mem")},
         "pp-ctas": {"all": ("--nccl-pp-max-ctas", "0"), "4": ("--nccl-pp-max-ctas", "4")},
     }
 )

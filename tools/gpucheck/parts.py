@@ -64,6 +64,8 @@ SWITCHES_ALONE = (("attention", 1), ("deterministic", 1), ("grad-reduce-in-bf16"
 """Switches that one device can compare, and of how many ranks it has the state."""
 SWITCHES_BETWEEN = (
     ("priority", "priority", "--tensor-model-parallel-size 2 --sequence-parallel"),
+    ("tp-comm-overlap", "tp-comm-overlap", "--tensor-model-parallel-size 2 --sequence-parallel"),
+    ("tp-symm-mem", "tp-symm-mem", "--tensor-model-parallel-size 2 --sequence-parallel"),
     ("pp-ctas", "pp-ctas", "--pipeline-model-parallel-size 2 --global-batch-size 8"),
     ("attention-cp", "attention", "--context-parallel-size 2"),
     ("grad-reduce-in-bf16-dp", "grad-reduce-in-bf16", ""),

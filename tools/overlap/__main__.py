@@ -17,6 +17,7 @@ from tools.overlap.catalogue import HF, HF_NAMES, MODES, NAMES, STEPS, USER, bas
 from tools.overlap.conditions import Limits, Stalls, alternating, stalling
 from tools.overlap.hosts import Delay, Hosts, RigError
 from tools.overlap.job import Job, bits_per_second
+from tools.overlap.tensor import Job as TensorJob
 
 KNOWN = NAMES + HF_NAMES
 OURS = frozenset(mode.name for mode in MODES)
@@ -57,6 +58,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         const=",".join(USER),
         help="blocks of Hugging Face's LLaMA under shard(), DDP and FSDP2, and our own model: "
         + ",".join(USER),
+    )
+    parser.add_argument(
+        "--tensor",
+        action="store_true",
+        help="instead: the hosts are tensor-parallel ranks of one model; whole messages and "
+        "messages in pieces",
     )
     parser.add_argument(
         "--against",
@@ -194,7 +201,11 @@ def run(options: argparse.Namespace) -> None:
         if options.stall is not None:
             length, period = options.stall
             stack.enter_context(stalling(hosts, limits, seconds=length, period=period, seen=stalls))
-        hosts.run(["-m", "tools.overlap.measure", job.dump()])
+        if options.tensor:
+            tensor = TensorJob(options.hosts, options.rate, options.rounds, target)
+            hosts.run(["-m", "tools.overlap.tensor", tensor.dump()])
+        else:
+            hosts.run(["-m", "tools.overlap.measure", job.dump()])
     if options.stall is not None:
         print(stalls)
 

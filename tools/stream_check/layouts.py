@@ -437,6 +437,13 @@ def _models() -> dict[str, Layout]:
             tied=True,
             data_parallel_sharding_strategy=sharded,
         )
+        for pieces in ("2", "3"):
+            cut = partial(make, tensor_model_parallel_size=2, tp_comm_overlap=pieces)
+            found[f"tp in {pieces} pieces{words}"] = cut()
+            found[f"sp in {pieces} pieces{words}"] = cut(sequence_parallel=True)
+            found[f"sp in {pieces} pieces, recompute full, lora{words}"] = cut(
+                sequence_parallel=True, recompute="full", lora=4
+            )
         found[f"cp{words}"] = make(context_parallel_size=2)
         found[f"cp in a ring{words}"] = make(context_parallel_size=2, cp_comm_type="ring")
         found[f"lora{words}"] = make(lora=4)
@@ -468,6 +475,16 @@ def _models() -> dict[str, Layout]:
     found["cp, windows"] = _layout(context_parallel_size=2, window=3)
     found["cp over four, windows, documents"] = _layout(
         dp=1, context_parallel_size=4, window=3, documents=True, rank=1
+    )
+    found["zb-h1, sp in 2 pieces"] = _layout(
+        pipeline_model_parallel_size=4,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        tp_comm_overlap="2",
+        pipeline_schedule="zb-h1",
+        layers=4,
+        microbatches=4,
+        rank=4,
     )
     found["recompute full, 1f1b, sp"] = _layout(
         pipeline_model_parallel_size=4,

@@ -26,6 +26,8 @@ _WORKS = frozenset({"work", "_work", "message"})
 
 _USERS = "shard"
 """The folder that asks the engine to wait for the weights of a user's module."""
+_LAYERS = "nn"
+"""The folder whose layers wait for messages of their own."""
 _ELSEWHERE = frozenset({"host", "planner"})
 """Folders that no run on a device enters."""
 
@@ -77,9 +79,10 @@ def calls() -> tuple[Call, ...]:
     """Return all such calls of the package, in the order of files and lines.
 
     A call in ``device.py`` counts where that module's function is called. In ``engine/shard/`` a
-    call that lets the engine wait counts as well; the engine's own is planted too. What only hosts
-    run (folders ``host``) makes no order on a device, and no run enters ``planner``. Raises
-    ValueError for two on one line: the recording could not tell them apart."""
+    call that lets the engine wait counts as well, and in ``model/nn/`` one that waits for a
+    message; those below them are planted too. What only hosts run (folders ``host``) makes no order
+    on a device, and no run enters ``planner``. Raises ValueError for two on one line: the recording
+    could not tell them apart."""
     functions = frozenset(_functions_of_device())
     found = []
     for path in sorted(_PACKAGE.rglob("*.py")):
@@ -91,7 +94,11 @@ def calls() -> tuple[Call, ...]:
             Call(file, node.lineno, node.end_lineno or node.lineno, ast.unparse(node))
             for node in ast.walk(tree)
             if isinstance(node, ast.Call)
-            and (_makes_order(node, functions) or (_USERS in path.parts and _lets_wait(node)))
+            and (
+                _makes_order(node, functions)
+                or (_USERS in path.parts and _lets_wait(node))
+                or (_LAYERS in path.parts and _waits_for_message(node))
+            )
         ]
         here.sort(key=lambda call: call.first)
         for one, other in pairwise(here):
@@ -116,6 +123,11 @@ def _lets_wait(call: ast.Call) -> bool:
         return False
     name = call.func.attr
     return name == "wait_unsharded" or (name == "wait" and isinstance(call.func.value, ast.Call))
+
+
+def _waits_for_message(call: ast.Call) -> bool:
+    """Whether a layer waits for a message: ``gathering.wait()``."""
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "wait" and not call.args
 
 
 def _makes_order(call: ast.Call, functions: frozenset[str]) -> bool:

@@ -44,6 +44,7 @@ DEVICE = torch.device("cpu", 0)
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGE = str(ROOT / "megatron_llama")
 _SHARDING = str(ROOT / "megatron_llama" / "engine" / "shard")
+_LAYERS = str(ROOT / "megatron_llama" / "model" / "nn")
 _OWN = str(Path(__file__).resolve().parent)
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARY = str(Path(threading.__file__).parent)
@@ -145,11 +146,11 @@ class Recording:
         return Site(str(Path(file).relative_to(ROOT)) if inside else file, line)
 
     def _through(self) -> tuple[Site, ...]:
-        """Return the places of ``engine/shard/`` that lead here."""
+        """Return the places of ``engine/shard/`` and of the layers that lead here."""
         return tuple(
             Site(str(Path(file).relative_to(ROOT)), line)
             for file, line in _callers()
-            if file.startswith(_SHARDING)
+            if file.startswith((_SHARDING, _LAYERS))
         )
 
     def skips(self) -> bool:

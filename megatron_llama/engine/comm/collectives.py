@@ -9,26 +9,37 @@ Tensors are handed over as ``.data``. A backend that writes them (gloo does) wou
 increase the autograd version of every view of the buffer, and weights that are views of a gathered
 buffer would then fail in backward. A result that is waited for at once has no reader before it is
 written, and the host saves two operators.
+
+Over gloo, gathers and reduce-scatters are direct transfers (``host/gloo.py``): gloo's own are sent
+one way at a time, or with twice the volume.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_llama.engine.comm.exchange import (
+    CHUNK_BYTES,
     all_gather_single,
     carried_by_gloo,
     reduce_scatter_single,
     same_place,
 )
+from megatron_llama.engine.comm.host import gloo
 from megatron_llama.engine.comm.recorder import Note
 from megatron_llama.engine.mesh import Axis
+
+
+class Work(Protocol):
+    """What was issued."""
+
+    def wait(self) -> object:
+        """Wait until it is done."""
 
 
 @dataclass
@@ -37,7 +48,7 @@ class Pending:
     the host."""
 
     axis: Axis | None
-    work: dist.Work | None
+    work: Work | None
     finish: Callable[[], None] | None = None
     operation: str = "messages"
     note: Note | None = None
@@ -103,6 +114,8 @@ def all_gather(full: Tensor, shard: Tensor, axis: Axis, *, async_op: bool = True
             full.data.copy_(shard.data)
         return Pending(axis, None)
     note = _issue(axis, "all_gather", full)
+    if carried_by_gloo(axis, full.device):
+        return _gather_directly(full.data.view(-1), shard.data.view(-1), axis, note)
 
     def issue(is_async: bool) -> Any:
         whole, part = (full.data, shard.data) if is_async else (full, shard)
@@ -120,7 +133,7 @@ def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis, *, async_op: bool = 
         return Pending(axis, None)
     note = _issue(axis, "reduce_scatter", full)
     if carried_by_gloo(axis, full.device):
-        return _exchange_and_sum(shard.data, full.data, axis, note)
+        return _sum_directly(shard.data.view(-1), full.data.view(-1), axis, note)
 
     def issue(is_async: bool) -> Any:
         part, whole = (shard.data, full.data) if is_async else (shard, full)
@@ -129,18 +142,18 @@ def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis, *, async_op: bool = 
     return _start(axis, "reduce_scatter", note, issue, async_op=async_op)
 
 
-def _exchange_and_sum(shard: Tensor, full: Tensor, axis: Axis, note: Note | None) -> Pending:
-    # gloo's own reduce-scatter is an all-reduce: twice the volume, and a sum whose order depends on
-    # the message size. A direct exchange summed in rank order sends the minimum and gives every
-    # element the same value in any bucket.
-    received = torch.empty_like(full)
-    work = dist.all_to_all_single(received, full, group=axis.communicator, async_op=True)
-    parts = received.view(axis.size, -1)
+def _gather_directly(full: Tensor, shard: Tensor, axis: Axis, note: Note | None) -> Pending:
+    own = full[axis.rank * shard.numel() : (axis.rank + 1) * shard.numel()]
+    if not same_place(own, shard):
+        own.copy_(shard)
+    gather = gloo.Gather(full, axis, gloo.UNPLANNED, CHUNK_BYTES)
+    gather.start()
+    return Pending(axis, gather, operation="all_gather", note=note)
 
-    def add_in_rank_order() -> None:
-        total = shard.view(-1)
-        total.copy_(parts[0])
-        for addend in parts[1:]:
-            total.add_(addend)
 
-    return Pending(axis, work, add_in_rank_order, "reduce_scatter", note)
+def _sum_directly(shard: Tensor, full: Tensor, axis: Axis, note: Note | None) -> Pending:
+    # Summed in rank order, so that every element has the same value in any bucket.
+    [received] = gloo.ReceivedParts.allocate(axis, full.numel(), full.dtype, full.dtype, 1)
+    reduction = gloo.ReduceScatter(full, shard, axis, received, gloo.UNPLANNED, CHUNK_BYTES)
+    reduction.start()
+    return Pending(axis, reduction, operation="reduce_scatter", note=note)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from megatron_llama.engine.param_handle import (
     wait_unsharded,
 )
 from megatron_llama.engine.tensors import at_least_fp32, rows
+from megatron_llama.model.nn.overlap import TensorOverlap
 from megatron_llama.model.nn.recompute import Recomputable
 
 
@@ -31,8 +32,8 @@ def empty_weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, device="meta"))
 
 
-FIRST_WEIGHT = 6
-"""Position of the first weight among the arguments of ``_Linear``."""
+FIRST_WEIGHT = 7
+"""Position of the first weight among the arguments of ``Linear``."""
 
 
 class _Linear(torch.autograd.Function):
@@ -41,8 +42,9 @@ class _Linear(torch.autograd.Function):
 
     ``column``: each tp rank holds some of the outputs, so its input gradient is a partial sum.
     ``sequence``: the input is a shard of the sequence, gathered for the product, and gathered again
-    in backward rather than kept. ``recompute``: kept in place of the input, to make it again in
-    backward; None: the input itself is kept."""
+    in backward rather than kept. ``overlap`` hides the first of these gathers; None: it is waited
+    for. ``recompute``: kept in place of the input, to make it again in backward; None: the input
+    itself is kept."""
 
     @staticmethod
     def forward(
@@ -51,6 +53,7 @@ class _Linear(torch.autograd.Function):
         tp: Axis,
         column: bool,
         sequence: bool,
+        overlap: TensorOverlap | None,
         recompute: Recomputable | None,
         count: int,
         *parameters: Tensor,
@@ -65,8 +68,11 @@ class _Linear(torch.autograd.Function):
         ctx.tp = tp
         ctx.column = column
         ctx.sequence = sequence
-        if sequence:
-            # Before the weights are waited for: their own gathers may run meanwhile.
+        gathered = None
+        # Before the weights are waited for: their own gathers may run meanwhile.
+        if sequence and overlap is not None:
+            gathered = overlap.gather(x, tp)
+        elif sequence:
             x, gathering = autograd.start_all_gather(x, tp, async_op=False)
             gathering.wait()
         ctx.unsharded = []
@@ -76,8 +82,11 @@ class _Linear(torch.autograd.Function):
             ctx.unsharded.append(wait_unsharded(weight))
             if bias is not None:
                 ctx.bias_handles.append((wait_unsharded(bias).handle, bias.dtype))
-            # F.linear, but on some CPUs oneDNN's product
-            outputs.append(gemm.linear(x, weight, bias))
+            if gathered is None:
+                # F.linear, but on some CPUs oneDNN's product
+                outputs.append(gemm.linear(x, weight, bias))
+        if gathered is not None:
+            return gathered.products(weights, biases)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     @staticmethod
@@ -98,7 +107,7 @@ class _Linear(torch.autograd.Function):
             # Detached: a weight gradient that is postponed must not keep the graph below its input.
             detached = (source.detach() for source in sources)
             start_input = partial(
-                _start_input, ctx.make_input, ctx.tp if ctx.sequence else None, *detached
+                start_input_again, ctx.make_input, ctx.tp if ctx.sequence else None, *detached
             )
             # A pass postpones the gradients of all weights or of none, so any handle can be asked.
             if handles[0] is not None:
@@ -131,10 +140,10 @@ class _Linear(torch.autograd.Function):
         gathering.wait()
         weight_grads = write_gradients(x) if writes else [None] * count
         reducing.wait()
-        return x_grad, None, None, None, None, None, *weight_grads, *bias_grads
+        return x_grad, *[None] * (FIRST_WEIGHT - 1), *weight_grads, *bias_grads
 
 
-def _start_input(
+def start_input_again(
     make_input: Callable[..., Tensor] | None, gather_axis: Axis | None, *sources: Tensor
 ) -> tuple[Tensor, collectives.Pending]:
     """Take or make the input of a product again, and start to gather it; it is valid after the
@@ -161,16 +170,16 @@ def _weight_gradients(
     needed: Sequence[bool],
     x: Tensor,
 ) -> list[Tensor | None]:
-    """Compute ``_weight_gradient`` for each weight that needs it."""
+    """Compute ``weight_gradient`` for each weight that needs it."""
     found: list[Tensor | None] = [None] * len(handles)
     # The last one first: buckets are filled, and share slots, in the order of backward.
     for index in reversed(range(len(handles))):
         if needed[index]:
-            found[index] = _weight_gradient(handles[index], grads[index], x)
+            found[index] = weight_gradient(handles[index], grads[index], x)
     return found
 
 
-def _weight_gradient(handle: ParamHandle | None, grad: Tensor, x: Tensor) -> Tensor | None:
+def weight_gradient(handle: ParamHandle | None, grad: Tensor, x: Tensor) -> Tensor | None:
     """Multiply grad [..., f] and x [..., d] to [f, d], into the handle's buffer; without a handle
     the product is returned to autograd."""
     left = rows(grad).t()
@@ -224,22 +233,23 @@ def _linear(
     *,
     column: bool,
     sequence: bool,
+    overlap: TensorOverlap | None = None,
 ) -> Tensor:
     value, recompute = (x.value, x) if isinstance(x, Recomputable) else (x, None)
     out = _Linear.apply(  # type: ignore[no-untyped-call]
-        value, tp, column, sequence, recompute, len(weights), *weights, *biases
+        value, tp, column, sequence, overlap, recompute, len(weights), *weights, *biases
     )
     return cast(Tensor, out)
 
 
-class ColumnAddition(Protocol):
-    """A low-rank addition to the outputs of a column-parallel layer (``model/nn/lora.py``)."""
+class LinearOptions(TypedDict):
+    """How a linear layer is spread over tp."""
 
-    def low(self, x: Tensor | Recomputable) -> Tensor:
-        """Multiply by the first halves: [s or s/tp, b, inputs] to [s or s/tp, b, rank]."""
-
-    def high(self, low: Tensor) -> Tensor:
-        """Multiply by the second halves: [s, b, rank] to [s, b, outputs / tp]."""
+    tp: Axis
+    sequence_parallel: bool
+    bias: bool
+    overlap: TensorOverlap | None
+    """Hides the gather of an input, or the sum of outputs; None: it is waited for."""
 
 
 class ColumnLinear(nn.Module):
@@ -247,14 +257,23 @@ class ColumnLinear(nn.Module):
     tp]."""
 
     def __init__(
-        self, inputs: int, outputs: int, *, tp: Axis, sequence_parallel: bool, bias: bool = False
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        tp: Axis,
+        sequence_parallel: bool,
+        bias: bool = False,
+        overlap: TensorOverlap | None = None,
     ) -> None:
         super().__init__()
         self.tp = tp
         self.sequence_parallel = sequence_parallel
+        self.overlap = overlap
         self.weight = empty_weight(outputs // tp.size, inputs)
         self.bias = empty_weight(outputs // tp.size) if bias else None
-        self.adapters: ColumnAddition | None = None
+        self.adapters: nn.Module | None = None
+        """A low-rank addition to the output (``model/nn/lora.py``)."""
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """Multiply, and gather the sequence before it with sequence parallelism."""
@@ -272,23 +291,13 @@ def stacked_outputs(x: Tensor | Recomputable, layers: Sequence[ColumnLinear]) ->
     weights = [layer.weight for layer in layers]
     biases = [layer.bias for layer in layers if layer.bias is not None]
     sequence = sequence_parallel and tp.size > 1
-    out = _linear(x, weights, biases, tp, column=True, sequence=sequence)
-    lows = [layer.adapters.low(x) for layer in layers if layer.adapters is not None]
-    if not lows:
+    overlap = layers[0].overlap
+    out = _linear(x, weights, biases, tp, column=True, sequence=sequence, overlap=overlap)
+    if all(layer.adapters is None for layer in layers):
         return out
-    low = torch.cat(lows, dim=-1)
-    # The wide side of the second halves is split over tp, so the gradient of their input is a
-    # partial sum.
-    low = autograd.gather_sequence(low, tp) if sequence_parallel else autograd.copy(low, tp)
-    inputs = iter(low.split_with_sizes([activation.shape[-1] for activation in lows], dim=-1))
-    zero = low.new_zeros(1)
-    additions = [
-        zero.expand(*low.shape[:-1], len(layer.weight))
-        if layer.adapters is None
-        else layer.adapters.high(next(inputs))
-        for layer in layers
-    ]
-    return out + torch.cat(additions, dim=-1)
+    from megatron_llama.model.nn.lora import column_additions  # which few runs need
+
+    return out + column_additions(x, layers)
 
 
 class RowLinear(nn.Module):
@@ -296,11 +305,19 @@ class RowLinear(nn.Module):
     outputs], summed over tp."""
 
     def __init__(
-        self, inputs: int, outputs: int, *, tp: Axis, sequence_parallel: bool, bias: bool = False
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        tp: Axis,
+        sequence_parallel: bool,
+        bias: bool = False,
+        overlap: TensorOverlap | None = None,
     ) -> None:
         super().__init__()
         self.tp = tp
         self.sequence_parallel = sequence_parallel
+        self.overlap = overlap
         self.weight = empty_weight(outputs, inputs // tp.size)
         self.bias = empty_weight(outputs) if bias else None
         self.adapters: nn.Module | None = None
@@ -309,13 +326,14 @@ class RowLinear(nn.Module):
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """Multiply, sum over tp (with sequence parallelism each rank a part of the sequence), and
         add the bias, which every rank has whole."""
-        out = plain_linear(x, self.weight, self.tp)
-        if self.adapters is not None:
-            out = out + self.adapters(x)
-        if self.sequence_parallel:
-            out = autograd.scatter_sequence(out, self.tp)
+        addition = None if self.adapters is None else cast(Tensor, self.adapters(x))
+        if self.overlap is not None and self.tp.size > 1:
+            out = self.overlap.sum(x, self, addition)
         else:
-            out = autograd.reduce(out, self.tp)
+            out = plain_linear(x, self.weight, self.tp)
+            out = out if addition is None else out + addition
+            summed = autograd.scatter_sequence if self.sequence_parallel else autograd.reduce
+            out = summed(out, self.tp)
         if self.bias is None:
             return out
         return cast(Tensor, _AddBias.apply(out, self.bias))  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_llama.config.schema import LoraConfig
+from megatron_llama.engine.comm import autograd
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.engine.plan.specs import ParamSpec
 from megatron_llama.model.nn.linear import ColumnLinear, RowLinear, empty_weight, plain_linear
@@ -75,8 +76,8 @@ class _Adapters(nn.ModuleDict):
 
 
 class ColumnAdapters(_Adapters):
-    """The addition to a column-parallel layer, zero where a projection has no adapter: a
-    ``ColumnAddition``. The layer communicates between its halves."""
+    """The addition to a column-parallel layer, zero where a projection has no adapter. Between its
+    halves ``column_additions`` communicates."""
 
     def __init__(
         self, inputs: int, parts: Sequence[Part], *, rank: int, scaling: float, tp: Axis
@@ -96,6 +97,27 @@ class ColumnAdapters(_Adapters):
             ],
             -1,
         )
+
+
+def column_additions(x: Tensor | Recomputable, layers: Sequence[ColumnLinear]) -> Tensor:
+    """Return what adapters add to ``stacked_outputs`` of some layers, zero for those without:
+    [s, b, all outputs / tp]. One message carries the first halves of all."""
+    tp = layers[0].tp
+    lows = [layer.adapters.low(x) for layer in layers if isinstance(layer.adapters, ColumnAdapters)]
+    low = torch.cat(lows, dim=-1)
+    # The wide side of the second halves is split over tp, so the gradient of their input is a
+    # partial sum.
+    gathers = layers[0].sequence_parallel
+    low = autograd.gather_sequence(low, tp) if gathers else autograd.copy(low, tp)
+    inputs = iter(low.split_with_sizes([activation.shape[-1] for activation in lows], dim=-1))
+    zero = low.new_zeros(1)
+    additions = [
+        layer.adapters.high(next(inputs))
+        if isinstance(layer.adapters, ColumnAdapters)
+        else zero.expand(*low.shape[:-1], len(layer.weight))
+        for layer in layers
+    ]
+    return torch.cat(additions, dim=-1)
 
 
 class RowAdapter(_Adapters):

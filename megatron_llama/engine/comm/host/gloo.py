@@ -21,6 +21,9 @@ from torch import Tensor
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.engine.plan.buckets import ALIGN, MAX_PIECES, align_up
 
+UNPLANNED = 21_000
+"""The index of exchanges that are made for one use, above those of all planned ones. Several of a
+communicator may be under way: gloo matches messages of one tag in the order of their issue."""
 _NEVER_SENT = (1 << 31) - 1
 """A tag above those of all exchanges."""
 

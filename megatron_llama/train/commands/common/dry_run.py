@@ -24,6 +24,7 @@ from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD, strategy_na
 from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError, counted, listing
 from megatron_llama.model.plan.chunks import GRANULARITIES
+from megatron_llama.model.plan.pieces import block_messages, chosen_pieces
 from megatron_llama.model.presets import LLAMA_VOCABULARY
 from megatron_llama.schedule import Schedule
 from megatron_llama.train.commands.common.configs import DryRunConfig
@@ -316,6 +317,15 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
         f"each in {bucket_plan.shards} shards{replicas}; "
         f"a step makes {traffic.reductions} {verb}{gathers} and sends {sized(round(traffic.sent))}"
     )
+    if config.parallel.tensor_model_parallel_size > 1:
+        tensor = block_messages(config)
+        pieces = chosen_pieces(config)
+        cut = f", {pieces} pieces for each that forward passes wait for" if pieces > 1 else ""
+        yield (
+            f"  over tp       in a block, of each microbatch: forward {tensor.forward} messages, "
+            f"{sized(tensor.forward_bytes)}; backward {tensor.backward}, "
+            f"{sized(tensor.backward_bytes)}{cut}"
+        )
     staging = plan.staging(rank)
     sizes = plan.state_by_component(rank) | {"gradients on their way": staging}
     # Scalars are left out: all together are less than the last digit of the sum.

@@ -10,6 +10,7 @@ from megatron_llama.config.world import world_problem
 from megatron_llama.engine.plan.buckets import NO_SHARD
 from megatron_llama.errors import describe, nearest_divisors, nearest_multiples
 from megatron_llama.model.plan.params import partition_of
+from megatron_llama.model.plan.pieces import SYMMETRIC
 from megatron_llama.schedule import ScheduleError, placement_of
 
 
@@ -34,6 +35,13 @@ def parallel_problems(config: Config, world_size: int) -> Iterator[str]:
                 expected=f"a divisor of {name} {size}",
                 do=f"choose {nearest_divisors(size, tp)}",
             )
+    if parallel.tp_comm_overlap == SYMMETRIC and tp > 1 and not parallel.sequence_parallel:
+        yield describe(
+            "--tp-comm-overlap",
+            got=f"{SYMMETRIC} without --sequence-parallel",
+            expected="layers that gather and scatter the sequence",
+            do="give --sequence-parallel too, or a number of pieces",
+        )
     heads = model.num_key_value_heads
     if heads > 0 and heads % tp and tp % heads:
         wanted = f"a divisor or a multiple of num_key_value_heads {heads}"
