@@ -126,8 +126,13 @@ def _lets_wait(call: ast.Call) -> bool:
 
 
 def _waits_for_message(call: ast.Call) -> bool:
-    """Whether a layer waits for a message: ``gathering.wait()``."""
-    return isinstance(call.func, ast.Attribute) and call.func.attr == "wait" and not call.args
+    """Whether a layer waits for a message that it has started before: ``gathering.wait()``. One
+    that is waited for where it is issued has its order from the stream."""
+    return (
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr == "wait"
+        and not isinstance(call.func.value, ast.Call)
+    )
 
 
 def _makes_order(call: ast.Call, functions: frozenset[str]) -> bool:
