@@ -101,6 +101,8 @@ class Rules:
     with others, or leaves it out."""
     repeats: bool = False
     """Whether a flag that is given again adds its values to the earlier ones."""
+    words: tuple[tuple[str, str], ...] = ()
+    """Other trainers' words for values: (theirs, ours)."""
 
 
 PLAIN = Rules()
@@ -116,9 +118,10 @@ def option(
     small: Small | None = None,
     draws: tuple[object, ...] = (),
     repeats: bool = False,
+    words: tuple[tuple[str, str], ...] = (),
 ) -> T:
     """Return a field with a default and its ``Rules``, which explain the arguments."""
-    rules = Rules(check, largest, changes, small, draws, repeats)
+    rules = Rules(check, largest, changes, small, draws, repeats, words)
     return field(default=default, metadata={_METADATA: rules})
 
 

@@ -129,6 +129,18 @@ def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis, *, async_op: bool = 
     return _start(axis, "reduce_scatter", note, issue, async_op=async_op)
 
 
+def all_to_all(received: Tensor, sent: Tensor, axis: Axis, *, async_op: bool = True) -> Pending:
+    """Send each rank of the axis its part of the first dim of ``sent``, and write the parts that
+    the ranks send to this one to ``received``, in rank order. Both are contiguous."""
+    note = _issue(axis, "all_to_all", sent)
+
+    def issue(is_async: bool) -> Any:
+        group = axis.communicator
+        return dist.all_to_all_single(received.data, sent.data, group=group, async_op=is_async)
+
+    return _start(axis, "all_to_all", note, issue, async_op=async_op)
+
+
 def _exchange_and_sum(shard: Tensor, full: Tensor, axis: Axis, note: Note | None) -> Pending:
     # gloo's own reduce-scatter is an all-reduce: twice the volume, and a sum whose order depends on
     # the message size. A direct exchange summed in rank order sends the minimum and gives every
