@@ -57,12 +57,12 @@ class _SequenceForHeads(torch.autograd.Function):
         tokens, batch, _, dim = query.shape
         sent = query.new_empty(size, tokens, batch, sum(widths), dim)
         sources = (query, _copied(key, sent_keys), _copied(value, sent_keys))
-        for target, source in zip(sent.split(widths, dim=3), sources, strict=True):
+        for target, source in zip(torch.split(sent, widths, dim=3), sources, strict=True):
             target.copy_(_divided(source, 2, size).movedim(2, 0))
         ctx.axis = axis
         ctx.sent_keys = sent_keys
         ctx.keys = key.shape[2]
-        return _in_sequence_order(_exchanged(sent, axis)).split(widths, dim=2)
+        return torch.split(_in_sequence_order(_exchanged(sent, axis)), widths, dim=2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -70,7 +70,7 @@ class _SequenceForHeads(torch.autograd.Function):
         length, batch, queries, dim = grads[0].shape
         widths = [grad.shape[2] for grad in grads]
         sent = grads[0].new_empty(size, length // size, batch, sum(widths), dim)
-        for target, grad in zip(sent.split(widths, dim=3), grads, strict=True):
+        for target, grad in zip(torch.split(sent, widths, dim=3), grads, strict=True):
             _write_in_rank_order(target, grad)
         received = _exchanged(sent, ctx.axis)
         query_grad = received[:, :, :, :queries].movedim(0, 2).flatten(2, 3)
