@@ -163,9 +163,15 @@ def axes_of(case: Case) -> Iterator[tuple[str, Case]]:
     if tp > 1 and options.get("sequence_parallel"):
         yield "sequence parallelism", without({"sequence_parallel": False})
     if cp > 1:
-        yield "context parallelism", without({"context_parallel_size": 1}, cp)
-        if has("cp_comm_type", "all_gather"):
-            yield "the ring of keys and values", without({"cp_comm_type": "all_gather"})
+        comm = options.get("cp_comm_type", "all_gather")
+        grouped = has("hierarchical_context_parallel_sizes", ())
+        groups: dict[str, object] = {"hierarchical_context_parallel_sizes": ()} if grouped else {}
+        default = {"cp_comm_type": "all_gather", **groups}
+        alone = {"context_parallel_size": 1, **(default if groups else {})}
+        yield "context parallelism", without(alone, cp)
+        if comm != "all_gather":
+            way = "ring of keys and values" if comm == "ring" else "exchange of heads"
+            yield f"the {way}", without(default)
     if tp > 1:
         single = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
         yield "tensor parallelism", without(single, tp)

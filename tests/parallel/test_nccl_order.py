@@ -28,6 +28,8 @@ TRAINED = [
     Layout(tp=2, pp=2, dp=2, sp=True, microbatches=4, schedule="zb-h1", tied=True, strategy="optim_grads"),
     Layout(tp=2, cp=2, pp=2, sp=True, microbatches=4, schedule="gpipe"),
     Layout(tp=4, kv_heads=1, sp=True),
+    Layout(cp=2, tp=2, pp=2, cp_comm="a2a", sp=True, microbatches=4, schedule="zb-h1"),
+    Layout(cp=4, dp=2, cp_comm="a2a+p2p", strategy="optim_grads_params"),
 ]
 """Each axis and schedule, and what they send among themselves together."""
 STEPS = 4

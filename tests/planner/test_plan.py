@@ -118,7 +118,7 @@ def test_keys_and_values_take_the_time_of_their_bytes(model: str, window: int, r
     block = block_time(job, groups, Kernels(job, fit), fit)
     layers = range(chosen.model.num_hidden_layers)
     ranks = [context_traffic(chosen, layers, rank=rank) for rank in range(4)]
-    key_values, gradients = (max(getattr(rank, name) for rank in ranks) for name in ("key_values", "gradients"))
+    key_values, gradients = (max(getattr(rank, name) for rank in ranks) for name in ("passes", "gradients"))
     seconds = len(layers) * groups.cp.rate
     assert block.forward.context * seconds == pytest.approx(key_values)
     passes = 2 if recompute == "full" else 1
