@@ -205,10 +205,10 @@ def _make_communicators(mesh: Mesh, placement: StagePlacement, ring: Axis | None
     use_once(axes, mesh.device)
     if mesh.cp_heads is not None:
         # Connects each rank to each: the all-reduce has connected neighbours only.
-        parts = torch.zeros(mesh.cp_heads.size, device=mesh.device)
-        with mesh.recorder.waiting("the ranks that exchange heads"):
-            group = mesh.cp_heads.group
-            dist.all_to_all_single(torch.empty_like(parts), parts, group=group)
+        heads = mesh.cp_heads
+        with mesh.recorder.waiting(f"the ranks of {heads.name} that exchange heads"):
+            parts, others = (torch.zeros(heads.size, device=mesh.device) for _ in range(2))
+            dist.all_to_all_single(others, parts, group=heads.group)
     if ring is not None and ring.size > 1:
         # The messages of a batch go over the axis' own communicator, which connects the neighbours
         # at the first of them.

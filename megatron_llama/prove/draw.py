@@ -198,11 +198,11 @@ def layout(chance: random.Random) -> tuple[Options, int]:
 
 def _context(chance: random.Random, cp: int) -> Options:
     """Draw how context-parallel ranks see each other's keys and values."""
-    if cp == 1:
-        return {"cp_comm_type": "all_gather"}
-    comm = chance.choice(("all_gather", "ring", "a2a", "a2a+p2p")[: 2 + cp // 2])
-    sizes = {"hierarchical_context_parallel_sizes": (2, cp // 2)} if comm == "a2a+p2p" else {}
-    return {"cp_comm_type": comm, **sizes}
+    comm = "all_gather"
+    if cp > 1:
+        comm = chance.choice(("all_gather", "ring", "a2a", "a2a+p2p")[: 2 + cp // 2])
+    sizes = (2, cp // 2) if comm == "a2a+p2p" else ()
+    return {"cp_comm_type": comm, "hierarchical_context_parallel_sizes": sizes}
 
 
 def _sharding(chance: random.Random, options: Mapping[str, Any], ranks: int) -> Options:

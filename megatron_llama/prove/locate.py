@@ -164,14 +164,14 @@ def axes_of(case: Case) -> Iterator[tuple[str, Case]]:
         yield "sequence parallelism", without({"sequence_parallel": False})
     if cp > 1:
         comm = options.get("cp_comm_type", "all_gather")
-        grouped = has("hierarchical_context_parallel_sizes", ())
-        groups: dict[str, object] = {"hierarchical_context_parallel_sizes": ()} if grouped else {}
-        default = {"cp_comm_type": "all_gather", **groups}
-        alone = {"context_parallel_size": 1, **(default if groups else {})}
-        yield "context parallelism", without(alone, cp)
+        gathered: dict[str, object] = {"cp_comm_type": "all_gather"}
+        if has("hierarchical_context_parallel_sizes", ()):
+            gathered["hierarchical_context_parallel_sizes"] = ()
+        one: dict[str, object] = {"context_parallel_size": 1}
+        yield "context parallelism", without(one | gathered if len(gathered) > 1 else one, cp)
         if comm != "all_gather":
             way = "ring of keys and values" if comm == "ring" else "exchange of heads"
-            yield f"the {way}", without(default)
+            yield f"the {way}", without(gathered)
     if tp > 1:
         single = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
         yield "tensor parallelism", without(single, tp)
