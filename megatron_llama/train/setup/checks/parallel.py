@@ -109,7 +109,8 @@ def context_problems(config: Config) -> Iterator[str]:
 def _fitting(queries: int, cp: int) -> str:
     """Return the remedy: context-parallel layouts with an exchange of heads that are possible."""
     sizes = [size for size in range(2, cp // 2 + 1) if cp % size == 0 and queries % size == 0]
-    ways = [f"{_HIERARCHY} {sizes[-1]} {cp // sizes[-1]} with --cp-comm-type a2a+p2p"] * bool(sizes)
+    largest = sizes[-1:]
+    ways = [f"{_HIERARCHY} {size} {cp // size} with --cp-comm-type a2a+p2p" for size in largest]
     ways += ["--cp-comm-type a2a"] * (queries % cp == 0)
     return f"give {' or '.join((*ways, '--cp-comm-type p2p'))}"
 
