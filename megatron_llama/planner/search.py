@@ -17,7 +17,7 @@ from megatron_llama.planner.footprint import fuller_end
 from megatron_llama.planner.steps import estimate
 from megatron_llama.planner.training_job import Machine, job_of
 from megatron_llama.schedule import SCHEDULES
-from megatron_llama.train.setup.checks.parallel import context_problems
+from megatron_llama.train.setup.checks.head_exchange import context_problems
 from megatron_llama.train.setup.resolve import problems
 
 EVEN_RISK = 0.5

@@ -12,7 +12,7 @@ from megatron_llama.engine.plan.buckets import Bucket, BucketPlan
 from megatron_llama.engine.plan.overlap import gathered_during_backward, updated_during_backward
 from megatron_llama.launch.launcher import Place
 from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
-from megatron_llama.pipeline.plan.traffic import context_traffic
+from megatron_llama.planner.context_traffic import context_traffic
 from megatron_llama.planner.trace.run import trace_run
 from megatron_llama.train.setup.memory import MemoryPlan, peak_of
 from torch import Tensor

@@ -15,8 +15,8 @@ from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError
 from megatron_llama.metrics.flops import flops_per_token
 from megatron_llama.model.presets import PRESETS
-from megatron_llama.pipeline.plan.traffic import context_traffic
 from megatron_llama.planner.candidate import Candidate
+from megatron_llama.planner.context_traffic import context_traffic
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import CPU, GPUS, gpu_named, gpu_of_device
 from megatron_llama.planner.inputs import layout_named

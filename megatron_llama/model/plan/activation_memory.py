@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.engine.plan.head_exchange import sent_key_heads
 from megatron_llama.model.plan.chunks import HEAD_CHUNK, LOSS_CHUNK, Granularity, head_rows
 from megatron_llama.model.plan.itemsize import compute_itemsize
 from megatron_llama.model.plan.params import kv_copies, padded_vocab_size
@@ -145,6 +144,8 @@ class Activations:
         key_value = self._key_value
         outputs = 1
         if self.head_ranks:
+            from megatron_llama.engine.plan.head_exchange import sent_key_heads  # of few runs
+
             keys = self.model.num_key_value_heads * kv_copies(self.model, self.tp) // self.tp
             sent = len(sent_key_heads(queries, keys, self.head_ranks))
             key_value = key_value // keys * sent

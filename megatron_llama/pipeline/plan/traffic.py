@@ -1,5 +1,5 @@
-"""The messages of one step over the data-parallel axes, and of attention between context-parallel
-ranks, counted from the plans that the run executes."""
+"""The messages of one step over the data-parallel axes, counted from the plans that the run
+executes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from dataclasses import dataclass
 from megatron_llama.config.schema import Config
 from megatron_llama.engine.options import MUON
 from megatron_llama.engine.plan.buckets import BucketPlan, strategy_named
-from megatron_llama.engine.plan.head_exchange import exchanged_heads, sent_key_heads
 from megatron_llama.engine.plan.muon import muon_plan
 from megatron_llama.engine.plan.prefetch import PrefetchPlan, prefetch_plan_of
 from megatron_llama.engine.plan.weight_access import WeightAccess
 from megatron_llama.model.plan.itemsize import compute_itemsize, reduce_itemsize
-from megatron_llama.model.plan.params import kv_copies
-from megatron_llama.model.plan.windows import context_tokens
-from megatron_llama.model.windows import window_of
 from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
 from megatron_llama.pipeline.plan.stage_accesses import rank_weight_accesses
 from megatron_llama.schedule import Schedule
@@ -92,45 +88,6 @@ def _matrix_bytes(config: Config, bucket_plan: BucketPlan) -> float:
     plan = muon_plan(bucket_plan, tp=config.parallel.tensor_model_parallel_size)
     shards = bucket_plan.shards
     return sum(plan.sent(rank, 0)[0] for rank in range(shards)) / shards
-
-
-@dataclass(frozen=True)
-class ContextTraffic:
-    """Bytes that leave a context-parallel rank for one microbatch and some blocks."""
-
-    passes: int
-    """In each forward pass, and as many again in backward: keys and values; with an exchange of the
-    sequence for heads also queries and outputs, or all their gradients."""
-    gradients: int
-    """In backward besides: gradients of keys and values that travel, in at least fp32."""
-
-
-def context_traffic(config: Config, layers: Sequence[int], *, rank: int) -> ContextTraffic:
-    """Count the bytes that ``rank`` of the context-parallel ranks sends in these layers, with
-    windows or without. A recomputed block sends those of a forward pass once more."""
-    model = config.model
-    training = config.training
-    size = config.parallel.context_parallel_size
-    tp = config.parallel.tensor_model_parallel_size
-    queries = model.num_attention_heads // tp
-    keys = model.num_key_value_heads * kv_copies(model, tp) // tp
-    itemsize = compute_itemsize(config)
-    width = training.micro_batch_size * model.head_dim
-    exchanged = 0
-    if heads := config.parallel.head_ranks:
-        # Queries, keys and values one way, outputs the other.
-        sent = exchanged_heads(queries, keys, heads) + queries
-        exchanged = training.seq_length // size * sent // heads * (heads - 1) * width * itemsize
-        keys = len(sent_key_heads(queries, keys, heads)) // heads
-        size, rank = size // heads, rank // heads
-    elements = 2 * keys * width
-    counts = [
-        context_tokens(window_of(model, layer), training.seq_length, size, rank) for layer in layers
-    ]
-    return ContextTraffic(
-        passes=len(layers) * exchanged + elements * itemsize * sum(sent for sent, _ in counts),
-        gradients=elements * max(4, itemsize) * sum(received for _, received in counts),
-    )
 
 
 def count_gathers(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config, ParallelConfig
@@ -12,8 +11,6 @@ from megatron_llama.engine.plan.buckets import NO_SHARD
 from megatron_llama.errors import describe, nearest_divisors, nearest_multiples
 from megatron_llama.model.plan.params import partition_of
 from megatron_llama.schedule import ScheduleError, placement_of
-
-_HIERARCHY = "--hierarchical-context-parallel-sizes"
 
 
 def parallel_problems(config: Config, world_size: int) -> Iterator[str]:
@@ -43,7 +40,10 @@ def parallel_problems(config: Config, world_size: int) -> Iterator[str]:
         do = f"choose {nearest_divisors(heads, tp) if tp < heads else nearest_multiples(tp, heads)}"
         yield describe("--tensor-model-parallel-size", got=tp, expected=wanted, do=do)
     yield from _sequence_problems(config)
-    yield from context_problems(config)
+    if parallel.cp_comm_type.startswith("a2a") or parallel.hierarchical_context_parallel_sizes:
+        from megatron_llama.train.setup.checks import head_exchange  # of few runs
+
+        yield from head_exchange.context_problems(config)
     yield from _sharding_problems(config, 0 if world is not None else world_size // (tp * pp))
     if model.num_hidden_layers > 0:
         # The number of blocks that may recompute is known only for stages that can be built.
@@ -73,46 +73,6 @@ def _sequence_problems(config: Config) -> Iterator[str]:
             expected=f"a multiple of {' x '.join(parts)} = {unit}",
             do=do,
         )
-
-
-def context_problems(config: Config) -> Iterator[str]:
-    """Yield problems of an exchange of the sequence for heads between context-parallel ranks."""
-    parallel = config.parallel
-    cp = parallel.context_parallel_size
-    sizes = parallel.hierarchical_context_parallel_sizes
-    queries = config.model.num_attention_heads // parallel.tensor_model_parallel_size
-    if parallel.cp_comm_type != "a2a+p2p":
-        if sizes:
-            yield describe(
-                _HIERARCHY,
-                got=f"--cp-comm-type {parallel.cp_comm_type}",
-                expected="a2a+p2p: other types have no groups of neighbours",
-                do="leave it out, or give --cp-comm-type a2a+p2p",
-            )
-    elif cp > 1 and (len(sizes) != 2 or min(sizes) < 2 or prod(sizes) != cp):
-        yield describe(
-            _HIERARCHY,
-            got=" ".join(map(str, sizes)) or "none",
-            expected="the ranks of a group that exchanges heads, and the groups of the ring: two "
-            f"numbers of 2 or more whose product is --context-parallel-size {cp}",
-            do=_fitting(queries, cp),
-        )
-        return
-    heads = parallel.head_ranks
-    if heads and queries > 0 and queries % heads:
-        got = f"{parallel.cp_comm_type} over {heads} ranks"
-        wanted = f"a divisor of the {queries} query heads of a tensor-parallel rank, as each of "
-        wanted += "these ranks computes as many"
-        yield describe("--cp-comm-type", got=got, expected=wanted, do=_fitting(queries, cp))
-
-
-def _fitting(queries: int, cp: int) -> str:
-    """Return the remedy: context-parallel layouts with an exchange of heads that are possible."""
-    sizes = [size for size in range(2, cp // 2 + 1) if cp % size == 0 and queries % size == 0]
-    largest = sizes[-1:]
-    ways = [f"{_HIERARCHY} {size} {cp // size} with --cp-comm-type a2a+p2p" for size in largest]
-    ways += ["--cp-comm-type a2a"] * (queries % cp == 0)
-    return f"give {' or '.join((*ways, '--cp-comm-type p2p'))}"
 
 
 def _sharding_problems(config: Config, ranks: int) -> Iterator[str]:
