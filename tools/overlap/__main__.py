@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -57,6 +58,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         const=",".join(USER),
         help="blocks of Hugging Face's LLaMA under shard(), DDP and FSDP2, and our own model: "
         + ",".join(USER),
+    )
+    parser.add_argument(
+        "--context-parallel",
+        action="store_true",
+        help="attention of one sequence over all hosts instead, in each --cp-comm-type",
     )
     parser.add_argument(
         "--against",
@@ -194,6 +200,10 @@ def run(options: argparse.Namespace) -> None:
         if options.stall is not None:
             length, period = options.stall
             stack.enter_context(stalling(hosts, limits, seconds=length, period=period, seen=stalls))
+        if options.context_parallel:
+            spread = {"hosts": job.hosts, "rate": job.rate, "rounds": job.rounds, "json": target}
+            hosts.run(["-m", "tools.overlap.context", json.dumps(spread)])
+            return
         hosts.run(["-m", "tools.overlap.measure", job.dump()])
     if options.stall is not None:
         print(stalls)
