@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from megatron_llama.config.schema import Config
+from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.engine.plan.head_exchange import exchanged_heads, sent_key_heads
 from megatron_llama.model.plan.itemsize import compute_itemsize
 from megatron_llama.model.plan.params import kv_copies
-from megatron_llama.model.plan.windows import context_tokens
-from megatron_llama.model.windows import window_of
+from megatron_llama.model.plan.zigzag import tails
+from megatron_llama.model.windows import layer_windows, window_of
 
 
 @dataclass(frozen=True)
@@ -50,3 +51,46 @@ def context_traffic(config: Config, layers: Sequence[int], *, rank: int) -> Cont
         passes=len(layers) * exchanged + elements * itemsize * sum(sent for sent, _ in counts),
         gradients=elements * max(4, itemsize) * sum(received for _, received in counts),
     )
+
+
+def context_tokens(window: int, length: int, size: int, rank: int) -> tuple[int, int]:
+    """Return the numbers of tokens whose keys and values a context-parallel rank sends in one
+    layer, counted once for each receiving rank, and receives. ``window`` 0: all of a sequence of
+    ``length``. Gradients go the other way."""
+    if not 0 < window < length:
+        others = (size - 1) * (length // size)
+        return others, others
+    chunk = length // (2 * size)
+    peers = [peer for peer in range(size) if peer != rank]
+    sent = [tail.tokens for peer in peers for tail in tails(rank, peer, size, chunk, window)]
+    received = [tail.tokens for peer in peers for tail in tails(peer, rank, size, chunk, window)]
+    return sum(sent), sum(received)
+
+
+@cache
+def _most_tokens(window: int, length: int, size: int) -> tuple[int, int]:
+    """Return both numbers of ``context_tokens``, each the largest of all ranks."""
+    sent, received = zip(
+        *(context_tokens(window, length, size, rank) for rank in range(size)), strict=True
+    )
+    return max(sent), max(received)
+
+
+def context_shares(model: ModelConfig, length: int, size: int) -> tuple[float, float]:
+    """Return the keys and values that leave a context-parallel rank in all layers, and their
+    gradients, each as a share of the same without windows, the largest of all ranks."""
+    if size == 1 or not model.sliding_window:
+        return 1.0, 1.0
+    most = [_most_tokens(window, length, size) for window in layer_windows(model)]
+    whole = len(most) * (size - 1) * (length // size)
+    return sum(sent for sent, _ in most) / whole, sum(back for _, back in most) / whole
+
+
+def window_messages(rank: int, size: int, length: int, window: int) -> tuple[int, int]:
+    """Return how many messages of keys and values a rank sends in one layer, and how many tokens
+    they have together. Their gradients come back in as many."""
+    messages = [
+        tails(rank, target, size, length, window) for target in range(size) if target != rank
+    ]
+    sent = [tail.tokens for message in messages for tail in message]
+    return sum(bool(message) for message in messages), sum(sent)

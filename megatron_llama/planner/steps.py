@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, replace
 from math import log2
 
-from megatron_llama.model.plan.windows import context_shares
 from megatron_llama.planner.coefficients import Coefficients
+from megatron_llama.planner.context_traffic import context_shares
 from megatron_llama.planner.footprint import fuller_end
 from megatron_llama.planner.kernels import Kernels, PassTime
 from megatron_llama.planner.links import RankGroups, rank_groups

@@ -28,7 +28,7 @@ from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model import llama
 from megatron_llama.model.llama import Attention, StageOptions
-from megatron_llama.model.nn import attention
+from megatron_llama.model.nn import attention, context
 from megatron_llama.model.nn.context import local_sequence
 from megatron_llama.model.positions import Positions
 from tools.overlap.job import bits_per_second
@@ -40,7 +40,9 @@ BACKWARD = 2.5
 """Work of a backward pass of attention, in forward passes."""
 SHAPES = (8, 2)
 """Key/value heads."""
-TYPES = ("all_gather", "ring", "a2a", "a2a+p2p")
+WHOLE = "all_gather at once"
+"""Keys and values of all heads in one message."""
+TYPES = ("all_gather", WHOLE, "ring", "a2a", "a2a+p2p")
 COMPUTE = "compute"
 
 
@@ -127,7 +129,7 @@ def contender(job: ContextJob, kind: str, keys: int, rank: int) -> Callable[[], 
     sizes = (2, job.hosts // 2) if kind == "a2a+p2p" else ()
     parallel = ParallelConfig(
         context_parallel_size=job.hosts,
-        cp_comm_type=kind,  # type: ignore[arg-type]
+        cp_comm_type=kind.split()[0],  # type: ignore[arg-type]
         hierarchical_context_parallel_sizes=sizes,
     )
     model = ModelConfig(
@@ -190,9 +192,11 @@ def measure(job: ContextJob, rank: int) -> dict[tuple[str, int], list[tuple[floa
                 dist.barrier()
                 kernels.clock.restart()
                 sent = sent_bytes()
+                most = 1 if name[0] == WHOLE else context.MOST_MESSAGES
                 begin = time.perf_counter()
                 kernels.clock.begin()
-                total = steps[name]()
+                with mock.patch.object(context, "MOST_MESSAGES", most):
+                    total = steps[name]()
                 seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
                 dist.barrier()
                 bytes_sent = torch.tensor(sent_bytes() - sent, dtype=torch.float64)
@@ -212,14 +216,14 @@ def report(job: ContextJob, found: dict[tuple[str, int], list[tuple[float, float
     lines = [
         f"attention of {LENGTH} tokens over {job.hosts} hosts, {job.rate}, {job.rounds} rounds; "
         f"compute alone {1e3 * pure / LAYERS:.1f} ms a layer",
-        f"{'type':<12} {'kv heads':>8} {'step / compute':>24} {'MB sent a layer':>16}",
+        f"{'type':<20} {'kv heads':>8} {'step / compute':>24} {'MB sent a layer':>16}",
     ]
     rows = []
     for (kind, keys), samples in found.items():
         ratios = sorted(seconds / pure for seconds, _, _ in samples)
         sent = median(size for _, size, _ in samples) / LAYERS / 1e6
         spread = f"{median(ratios):.3f} ({ratios[0]:.2f} - {ratios[-1]:.2f})"
-        lines.append(f"{kind:<12} {keys or '':>8} {spread:>24} {sent:>16.2f}")
+        lines.append(f"{kind:<20} {keys or '':>8} {spread:>24} {sent:>16.2f}")
         rows.append({"type": kind, "keys": keys, "ratios": ratios, "megabytes": sent})
         first = found[TYPES[0], keys][0][2] if keys else 0.0
         if any(abs(total - first) > 1e-4 * first for _, _, total in samples):
