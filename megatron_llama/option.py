@@ -103,6 +103,8 @@ class Rules:
     """Whether a flag that is given again adds its values to the earlier ones."""
     bare: str | None = None
     """The word that the flag alone stands for. None: it needs one, unless it is a boolean."""
+    words: tuple[tuple[str, str], ...] = ()
+    """Other trainers' words for values: (theirs, ours)."""
 
 
 PLAIN = Rules()
@@ -119,9 +121,10 @@ def option(
     draws: tuple[object, ...] = (),
     repeats: bool = False,
     bare: str | None = None,
+    words: tuple[tuple[str, str], ...] = (),
 ) -> T:
     """Return a field with a default and its ``Rules``, which explain the arguments."""
-    rules = Rules(check, largest, changes, small, draws, repeats, bare)
+    rules = Rules(check, largest, changes, small, draws, repeats, bare, words)
     return field(default=default, metadata={_METADATA: rules})
 
 

@@ -194,6 +194,13 @@ class Transport:
 
         return self._collective(f"reduce_scatter of {_kind(full)}", group, async_op, perform)
 
+    def all_to_all_single(self, received: Tensor, sent: Tensor, *, group: Any, async_op: bool = False) -> Work | None:
+        def perform(communicator: Communicator) -> None:
+            size, me = len(communicator.ranks), communicator.rank
+            received.copy_(torch.cat([value.flatten().chunk(size)[me] for value in communicator.all_values(sent.clone())]).view_as(received))
+
+        return self._collective(f"all_to_all of {_kind(sent)}", group, async_op, perform)
+
     def isend(self, tensor: Tensor, *, group: Any, group_dst: int) -> Work:
         name = f"send message of {_kind(tensor)} from {group.rank()} to {group_dst}"
         communicator = self._communicator(group, (group.rank(), group_dst), name)

@@ -550,7 +550,8 @@ class _Reader:
         try:
             if raw == []:
                 raise ValueError("no words")
-            return option.name, read(option.kind, raw)
+            word = dict(option.rules.words).get(raw, raw) if isinstance(raw, str) else raw
+            return option.name, read(option.kind, word)
         except (ValueError, OverflowError) as error:
             self.refused.add(option.name)
             if isinstance(error, RepeatedKey):

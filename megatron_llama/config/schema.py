@@ -259,10 +259,21 @@ class ParallelConfig:
         small=scaled("each rank has one early and one late chunk, as with more"),
     )
     """Processes that share each sequence (cp)."""
-    cp_comm_type: Literal["all_gather", "ring"] = option("all_gather", small=KEPT)
-    """How context-parallel ranks see each other's keys and values: all at once, or around a ring in
-    cp - 1 steps. Layers with a window always send only what it reaches, straight to the ranks that
-    need it."""
+    cp_comm_type: Literal["all_gather", "ring", "a2a", "a2a+p2p"] = option(
+        "all_gather",
+        small=scaled("the same messages between the ranks that there are"),
+        words=(("p2p", "ring"),),
+    )
+    """How context-parallel ranks see each other's keys and values: all at once (all_gather), or
+    around a ring in cp - 1 steps (ring; Megatron's p2p). With both, layers with a window send only
+    what it reaches, straight to the ranks that need it. a2a: each rank exchanges its part of the
+    sequence for a part of the heads before attention, and back behind it. a2a+p2p: neighbours
+    exchange so, and keys and values of their heads travel around a ring of such groups."""
+    hierarchical_context_parallel_sizes: tuple[int, ...] = option(
+        (), small=scaled("groups of neighbours and a ring of them, as yours, where ranks suffice")
+    )
+    """With --cp-comm-type a2a+p2p: ranks that exchange the sequence for heads, and ranks of the
+    ring. Their product is --context-parallel-size."""
     sequence_parallel: bool = option(False, small=scaled("there is one tensor-parallel rank"))
     """Split norms and residual stream along the sequence over the tp processes. Ignored with tp
     1."""
@@ -382,6 +393,16 @@ class ParallelConfig:
     killed, a device's memory error, a message that failed): from the newest checkpoint, with the
     largest dp that the remaining processes fill and that divides the batch; processes beyond that
     are spares. Needs --save, --load auto and --global-batch-size."""
+
+    @property
+    def head_ranks(self) -> int:
+        """Context-parallel ranks that exchange the sequence for heads; 0: keys and values travel
+        instead."""
+        cp = self.context_parallel_size
+        if cp == 1 or not self.cp_comm_type.startswith("a2a"):
+            return 0
+        sizes = (cp,) if self.cp_comm_type == "a2a" else self.hierarchical_context_parallel_sizes
+        return next(iter(sizes), 0)
 
 
 @section()

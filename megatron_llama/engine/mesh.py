@@ -52,6 +52,7 @@ class Mesh:
     """The tensor-parallel ranks that hold copies of the same key/value head, if these are more than
     one and not all of ``tp``; else size 1."""
     cp: Axis
+    """The ranks that share sequences."""
     dp: Axis
     """All ranks that hold the same weights: the data-parallel and the context-parallel ones.
     Shards and reductions span both."""
@@ -74,6 +75,12 @@ class Mesh:
     pp_return: Axis | None = None
     pp_backward_return: Axis | None = None
     """With virtual stages: transfers against the usual direction of ``pp`` and ``pp_backward``."""
+    cp_heads: Axis | None = None
+    """The ranks of ``cp`` that exchange parts of the sequence for parts of the heads before
+    attention, and back behind it (``head_exchange.py``). None: keys and values travel instead."""
+    cp_keys: Axis | None = None
+    """With ``cp_heads``: the ranks of ``cp`` that hold the same heads of other parts of the
+    sequence. Keys and values travel between them."""
     made: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False)
     """The groups that ``close_data_mesh`` ends, in this order: those that ``data_mesh`` and
     ``add_shard_axes`` have made."""

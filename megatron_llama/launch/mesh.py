@@ -44,6 +44,8 @@ _STREAM_GROUPS = MappingProxyType(
         "tp": "tp",
         "kv": "tp",
         "cp": "cp",
+        "cp_heads": "cp",
+        "cp_keys": "cp",
         "dp": "dp",
         "dp_shard": "dp",
         "dp_replica": "dp",
@@ -126,7 +128,17 @@ def build_mesh(
         kv_lines = [line[i : i + copies] for line in tp_lines for i in range(0, tp, copies)]
     tp_axis = builder.build("tp", tp_lines)
     kv = builder.build("kv", kv_lines)
-    cp_axis = builder.build("cp", grid.lines(2))
+    cp_lines = grid.lines(2)
+    cp_axis = builder.build("cp", cp_lines)
+    cp_heads = cp_keys = None
+    ring = cp_axis
+    if heads := parallel.head_ranks:
+        cp_heads = cp_axis
+        if heads < cp:
+            neighbours = [line[i : i + heads] for line in cp_lines for i in range(0, cp, heads)]
+            cp_heads = builder.build("cp_heads", neighbours)
+        strided = [line[i::heads] for line in cp_lines for i in range(heads)]
+        ring = cp_keys = builder.build("cp_keys", strided)
 
     dp_replica = dp if shards == 1 else builder.build("dp_replica", replica_lines)
     if devices.one_connection_per_peer(device):
@@ -150,6 +162,8 @@ def build_mesh(
         dp_gather=dp_gather,
         pp=builder.build("pp", pp_lines),
         pp_backward=builder.build("pp_backward", pp_lines),
+        cp_heads=cp_heads,
+        cp_keys=cp_keys,
         pp_return=builder.build("pp_return", pp_lines) if virtual else None,
         pp_backward_return=builder.build("pp_backward_return", pp_lines) if virtual else None,
         embedding=builder.build(
@@ -158,14 +172,16 @@ def build_mesh(
         device=device,
         recorder=recorder,
     )
-    ring = parallel.cp_comm_type == "ring"
-    _make_communicators(mesh, partition.placement, ring=ring)
+    _make_communicators(
+        mesh, partition.placement, None if parallel.cp_comm_type == "all_gather" else ring
+    )
     return mesh
 
 
-def _make_communicators(mesh: Mesh, placement: StagePlacement, *, ring: bool) -> None:
-    """Use every communicator of this rank once: an all-reduce along each axis, a step of the ring,
-    and a message from each pipeline rank to each neighbour that it sends to. Collective.
+def _make_communicators(mesh: Mesh, placement: StagePlacement, ring: Axis | None) -> None:
+    """Use every communicator of this rank once: an all-reduce along each axis, an exchange of
+    sequence for heads, a step of the ring, and a message from each pipeline rank to each neighbour
+    that it sends to. Collective.
 
     NCCL makes a communicator at its first use, and the host waits there for all its ranks
     (``schedule/connections.py``). Inside a schedule two ranks may come to their first uses in
@@ -184,16 +200,23 @@ def _make_communicators(mesh: Mesh, placement: StagePlacement, *, ring: bool) ->
         mesh.dp_replica,
         mesh.dp_gather,
         mesh.embedding,
+        *(axis for axis in (mesh.cp_heads, mesh.cp_keys) if axis is not None),
     )
     use_once(axes, mesh.device)
-    if ring and mesh.cp.size > 1:
+    if mesh.cp_heads is not None:
+        # Connects each rank to each: the all-reduce has connected neighbours only.
+        heads = mesh.cp_heads
+        with mesh.recorder.waiting(f"the ranks of {heads.name} that exchange heads"):
+            parts, others = (torch.zeros(heads.size, device=mesh.device) for _ in range(2))
+            dist.all_to_all_single(others, parts, group=heads.group)
+    if ring is not None and ring.size > 1:
         # The messages of a batch go over the axis' own communicator, which connects the neighbours
         # at the first of them.
-        after = (mesh.cp.rank + 1) % mesh.cp.size
-        before = (mesh.cp.rank - 1) % mesh.cp.size
+        after = (ring.rank + 1) % ring.size
+        before = (ring.rank - 1) % ring.size
         step = [
-            dist.P2POp(dist.isend, sent, group=mesh.cp.group, group_peer=after),
-            dist.P2POp(dist.irecv, received, group=mesh.cp.group, group_peer=before),
+            dist.P2POp(dist.isend, sent, group=ring.group, group_peer=after),
+            dist.P2POp(dist.irecv, received, group=ring.group, group_peer=before),
         ]
         with mesh.recorder.waiting("the ranks of the ring"):
             for work in dist.batch_isend_irecv(step):

@@ -98,7 +98,7 @@ class StageOptions:
         return StageOptions(
             parallel.sequence_parallel,
             None,
-            parallel.cp_comm_type,
+            "all_gather" if parallel.cp_comm_type == "all_gather" else "ring",
             parallel.recompute_granularity,
             layers,
         )
@@ -160,7 +160,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, mesh: Mesh, options: StageOptions) -> None:
         super().__init__()
-        self.cp = mesh.cp
+        self.cp = mesh.cp_keys or mesh.cp
+        self.cp_heads = mesh.cp_heads
         self.cp_comm_type = options.cp_comm_type
         self.backend = options.attention_backend
         self.scores = options.scores
@@ -235,7 +236,7 @@ class Attention(nn.Module):
         before = positions.continuation
         sizes = {"query": self.heads, "key": self.kv_heads}
         documents = positions.documents
-        is_whole = self.cp.size == 1 and before is None
+        is_whole = self.cp.size == 1 and self.cp_heads is None and before is None
         if is_host(qkv.device) and is_whole and documents is None:
             return rotated_attention(qkv, cos, sin, **sizes, ops=self.ops, rule=rule)
         query, key, value = split_heads(qkv, cos, sin, **sizes, ops=self.ops)
@@ -243,6 +244,22 @@ class Attention(nn.Module):
             return before.attend(
                 self, query, key, value, positions.mask, rule=rule, backend=self.backend
             )
+        if self.cp_heads is None:
+            return self._attend_to_heads(query, key, value, documents)
+        from megatron_llama.engine.comm import head_exchange  # which few runs need
+
+        heads = head_exchange.sequence_for_heads(query, key, value, self.cp_heads)
+        out = self._attend_to_heads(*heads, documents)
+        return head_exchange.heads_for_sequence(out, self.cp_heads)
+
+    def _attend_to_heads(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Documents | SplitDocuments | None,
+    ) -> Tensor:
+        rule = self.scores
         if isinstance(documents, Documents):
             return document_attention(query, key, value, documents, rule, self.backend)
         if self.cp.size > 1:
@@ -546,7 +563,7 @@ class Stage(nn.Module):
         if document_ids is None:
             return positions
         counted = documents or Documents.of(document_ids)
-        cp = self.mesh.cp
+        cp = self.mesh.cp_keys or self.mesh.cp
         split = counted if cp.size == 1 else SplitDocuments.of(counted, length, cp)
         return replace(positions, documents=split)
 

@@ -26,6 +26,7 @@ SEARCHED = (
     "virtual_pipeline_model_parallel_size",
     "pipeline_schedule",
     "context_parallel_size",
+    "cp_comm_type",
     "sequence_parallel",
     "data_parallel_sharding_strategy",
     "recompute_granularity",

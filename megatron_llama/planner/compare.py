@@ -203,7 +203,12 @@ class Comparison:
         rows = []
         for (axis, operation), spans in issued.items():
             group = self._group(axis)
-            times = {"all_reduce": group.reduce, "send": group.send, "receive": group.send}
+            times = {
+                "all_reduce": group.reduce,
+                "all_to_all": group.exchange,
+                "send": group.send,
+                "receive": group.send,
+            }
             size = fmean(int(span.details["bytes"]) for span in spans)
             planned = times.get(operation, group.gather)(size) if self.known else None
             name = f"{operation} on {axis}, {sized(int(size))}"
@@ -215,8 +220,8 @@ class Comparison:
         groups = self.candidate.groups
         if axis in ("tp", "kv"):
             return groups.tp
-        if axis == "cp":
-            return groups.cp
+        if axis.startswith("cp"):
+            return {"cp_heads": groups.cp_heads, "cp_keys": groups.cp_keys}.get(axis, groups.cp)
         replicas = axis == "dp_replica" or groups.shards.size == 1
         return groups.replicas if replicas else groups.shards
 

@@ -118,7 +118,7 @@ def footprint(job: TrainingJob, *, last: bool, workspaces: float = 0.0) -> Footp
         # The input of the last recomputed block stays, as Megatron's own tests show.
         buffers += stream
     if job.cp > 1:
-        buffers += 4 * BF16_BYTES * job.tokens * keys
+        buffers += 4 * BF16_BYTES * job.tokens * keys + 2 * job.exchanged[0]
     logits = traits.logit_bytes * job.logits if last or job.pp == 1 else 0.0
     working = block_bytes(replace(job, recomputed=0.0)) if job.recomputed > 0 else 0.0
     if everything:

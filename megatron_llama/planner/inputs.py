@@ -34,7 +34,12 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Prefixes of numbers in a layout's name (``tp4/pp2``), and their options."""
-CHOICES = ("pipeline_schedule", "data_parallel_sharding_strategy", "recompute_granularity")
+CHOICES = (
+    "pipeline_schedule",
+    "cp_comm_type",
+    "data_parallel_sharding_strategy",
+    "recompute_granularity",
+)
 """Options whose values are parts of that name without a prefix."""
 TOKENS_A_STEP = 4 * 2**20
 """Tokens of a step if no batch is given, as in the pretraining of LLaMA 2."""

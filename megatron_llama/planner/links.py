@@ -20,6 +20,10 @@ class RankGroup:
     """Seconds to start a collective or a message."""
     hops: float
     """Seconds of one trip around the ring."""
+    outside: int
+    """Ranks of the group in other nodes than a given one."""
+    card: float
+    """Bytes per second of the network card of one rank."""
 
     def gather(self, size: float, messages: float = 1) -> float:
         """Return the seconds of all-gathers or reduce-scatters of ``size`` bytes in total, counted
@@ -34,6 +38,14 @@ class RankGroup:
         all-gather."""
         return 2 * self.gather(size, messages)
 
+    def exchange(self, size: float) -> float:
+        """Return the seconds of an all-to-all in which each rank has ``size`` bytes, its own part
+        included. What leaves a node goes through the rank's own card: unlike a ring, each rank
+        sends to each."""
+        if not self.outside:
+            return self.gather(size)
+        return self.outside / self.size * size / self.card + self.latency
+
     def send(self, size: float) -> float:
         """Return the seconds of a message of ``size`` bytes to one rank."""
         return size / self.rate + self.latency
@@ -42,14 +54,15 @@ class RankGroup:
 def rank_group(machine: Machine, size: int, stride: int, fit: Coefficients) -> RankGroup:
     """Return the group of ``size`` ranks whose neighbours are ``stride`` ranks apart."""
     inside = machine.gpu.nvlink * fit.nvlink
+    card = min(inside, machine.nic * fit.nic)
     if size * stride <= machine.domain:
-        return RankGroup(size, inside, fit.latency, fit.hop_inside * size)
+        return RankGroup(size, inside, fit.latency, fit.hop_inside * size, 0, card)
     # Each rank of the group in a node drives a network card, so a ring that leaves the node has
     # the rate of that many cards, until NVLink is slower.
     members = max(1, min(size, machine.domain // stride))
     rate = min(inside, members * machine.nic * fit.nic)
     hops = fit.hop * size / members + fit.hop_inside * size
-    return RankGroup(size, rate, fit.latency_across, hops)
+    return RankGroup(size, rate, fit.latency_across, hops, size - members, card)
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,10 @@ class RankGroups:
 
     tp: RankGroup
     cp: RankGroup
+    cp_heads: RankGroup
+    """The ranks that exchange the sequence for heads; size 1 if none do."""
+    cp_keys: RankGroup
+    """The ranks between which keys and values travel."""
     shards: RankGroup
     replicas: RankGroup
     pp: RankGroup
@@ -68,10 +85,13 @@ def rank_groups(job: TrainingJob, fit: Coefficients) -> RankGroups:
     number of ranks of one stage."""
     machine = job.machine
     data = job.dp * job.cp
+    heads = max(1, job.head_ranks)
     shards = job.shards if job.sharding != "none" else 1
     return RankGroups(
         tp=rank_group(machine, job.tp, 1, fit),
         cp=rank_group(machine, job.cp, job.tp, fit),
+        cp_heads=rank_group(machine, heads, job.tp, fit),
+        cp_keys=rank_group(machine, job.cp // heads, job.tp * heads, fit),
         shards=rank_group(machine, shards, job.tp, fit),
         replicas=rank_group(machine, data // shards, job.tp * shards, fit),
         pp=rank_group(machine, 2, job.tp * data, fit),

@@ -66,6 +66,7 @@ def label(candidate: Candidate) -> str:
     virtual = parallel.virtual_pipeline_model_parallel_size
     offload = candidate.config.offload.optimizer_offload
     parts = [f"tp{job.tp}", f"pp{job.pp}", f"cp{job.cp}", f"dp{job.dp}", f"mbs{job.micro_batch}"]
+    parts += [parallel.cp_comm_type] * (job.cp > 1 and parallel.cp_comm_type != "all_gather")
     parts += [parallel.pipeline_schedule, *([f"v{virtual}"] if virtual > 1 else [])]
     parts += [parallel.data_parallel_sharding_strategy]
     parts += [f"recompute-{parallel.recompute_granularity}"]

@@ -17,6 +17,7 @@ from megatron_llama.planner.footprint import fuller_end
 from megatron_llama.planner.steps import estimate
 from megatron_llama.planner.training_job import Machine, job_of
 from megatron_llama.schedule import SCHEDULES
+from megatron_llama.train.setup.checks.head_exchange import context_problems
 from megatron_llama.train.setup.resolve import problems
 
 EVEN_RISK = 0.5
@@ -145,14 +146,16 @@ def candidates(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> I
     for tp, pp, cp, schedule, virtual, micro in shapes(config, machine, pinned):
         # With one data-parallel rank all strategies are the same.
         several = machine.gpus > tp * pp or "data_parallel_sharding_strategy" in pinned
-        for strategy, granularity in product(
-            strategies if several else BY_TRAFFIC[:1], granularities
+        split = replace(config.parallel, tensor_model_parallel_size=tp, context_parallel_size=cp)
+        for strategy, granularity, comm in product(
+            strategies if several else BY_TRAFFIC[:1],
+            granularities,
+            tuple(_comm_types(replace(config, parallel=split), pinned)),
         ):
             parallel = replace(
-                config.parallel,
-                tensor_model_parallel_size=tp,
+                split,
+                cp_comm_type=comm,
                 pipeline_model_parallel_size=pp,
-                context_parallel_size=cp,
                 virtual_pipeline_model_parallel_size=virtual,
                 pipeline_schedule=schedule,
                 sequence_parallel=tp > 1 and pinned.get("sequence_parallel", True),
@@ -179,6 +182,17 @@ def with_ends(parallel: ParallelConfig, layers: int) -> ParallelConfig:
         account_for_embedding_in_pipeline_split=True,
         account_for_loss_in_pipeline_split=True,
     )
+
+
+def _comm_types(config: Config, pinned: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the possible types of context parallelism. A ring needs less memory than a gather, but
+    is never faster."""
+    several = config.parallel.context_parallel_size > 1
+    every = ("all_gather", "a2a") if several else ("all_gather",)
+    for comm in _pinned_or(pinned, "cp_comm_type", every):
+        typed = replace(config, parallel=replace(config.parallel, cp_comm_type=comm))
+        if not any(context_problems(typed)):
+            yield comm
 
 
 Shape = tuple[int, int, int, Any, int, int]

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, replace
 from math import log2
 
-from megatron_llama.model.plan.windows import context_shares
 from megatron_llama.planner.coefficients import Coefficients
+from megatron_llama.planner.context_traffic import context_shares
 from megatron_llama.planner.footprint import fuller_end
 from megatron_llama.planner.kernels import Kernels, PassTime
 from megatron_llama.planner.links import RankGroups, rank_groups
@@ -77,22 +77,23 @@ def block_time(
 ) -> BlockTime:
     """Return the time of one block. Each pass sums partial results over tp twice (with sequence
     parallelism: gathers and scatters), whole or in pieces. With context parallelism, keys and
-    values travel forward, and again backward with their gradients, as far as windows reach. The
-    time is that of the rank that sends most."""
+    values travel forward, and again backward with their gradients, as far as windows reach, or the
+    sequence is exchanged for heads. The time is that of the rank that sends most."""
     shown = fit.tensor_overlap if job.traits.overlap_tensor else 1.0
     tensor = tensor_back = 2 * groups.tp.reduce(job.stream) * shown
     if job.tensor_pieces > 1:
         tensor, tensor_back = exposed_pieces(job, groups.tp, kernels, fit)
-    heads = job.model.num_key_value_heads
-    width = 2 * heads * job.model.head_dim / min(job.tp, heads)
-    elements = job.tokens * job.cp * width
-    sent, sent_back = context_shares(job.model, job.seq, job.cp)
+    keys = groups.cp_keys
+    elements = 2 * job.tokens * job.cp * job.key_heads * job.model.head_dim
+    sent, sent_back = context_shares(job.model, job.seq, keys.size)
     wide = max(4, job.itemsize) if job.traits.wide_context_gradients else job.itemsize
-    key_values = groups.cp.gather(job.itemsize * elements * sent) * fit.cp_exposed
-    gradients = groups.cp.gather(wide * elements * sent_back) * fit.cp_exposed
+    gradients = keys.gather(wide * elements * sent_back) * fit.cp_exposed
+    # Attention waits for queries, and the next layer for outputs: nothing hides an exchange.
+    context = keys.gather(job.itemsize * elements * sent) * fit.cp_exposed
+    context += sum(map(groups.cp_heads.exchange, job.exchanged))
     pure = kernels.forward()
-    forward = replace(pure, tensor=tensor, context=key_values)
-    backward = replace(kernels.backward(pure), tensor=tensor_back, context=key_values + gradients)
+    forward = replace(pure, tensor=tensor, context=context)
+    backward = replace(kernels.backward(pure), tensor=tensor_back, context=context + gradients)
     if job.recomputes_scores:
         return BlockTime(forward, backward + PassTime(attention=pure.attention))
     again = forward.scaled(job.recomputed) + PassTime(memory=pure.memory * job.recomputed_memory)

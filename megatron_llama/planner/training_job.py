@@ -11,6 +11,7 @@ from typing import Literal
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
 from megatron_llama.engine.offload_options import EXACT, NONE
 from megatron_llama.engine.plan.buckets import strategy_named
+from megatron_llama.engine.plan.head_exchange import exchanged_heads, sent_key_heads
 from megatron_llama.engine.plan.specs import ParamSpec
 from megatron_llama.engine.plan.zenflow import longest_window, sends_fp32
 from megatron_llama.model.plan.itemsize import compute_itemsize
@@ -151,6 +152,8 @@ class TrainingJob:
     pp: int = 1
     vpp: int = 1
     cp: int = 1
+    head_ranks: int = 0
+    """Context-parallel ranks that exchange the sequence for heads."""
     dp: int = 1
     sequence_parallel: bool = False
     tensor_pieces: int = 1
@@ -252,6 +255,29 @@ class TrainingJob:
         return self.model.num_attention_heads * self.model.head_dim // self.tp
 
     @property
+    def _heads(self) -> tuple[int, int]:
+        """Query heads of a rank, and its key/value heads."""
+        queries, keys = self.model.num_attention_heads, self.model.num_key_value_heads
+        return queries // self.tp, keys // min(self.tp, keys)
+
+    @property
+    def key_heads(self) -> int:
+        """Key/value heads of one rank that travel between cp ranks: after an exchange of the
+        sequence for heads, those of its queries."""
+        keys = self._heads[1]
+        ranks = self.head_ranks
+        return len(sent_key_heads(*self._heads, ranks)) // ranks if ranks else keys
+
+    @property
+    def exchanged(self) -> tuple[int, int]:
+        """Bytes of a rank's exchanges of sequence for heads in one block, before attention and
+        behind it, its own parts included."""
+        if not self.head_ranks:
+            return 0, 0
+        width = self.itemsize * self.tokens * self.model.head_dim
+        return exchanged_heads(*self._heads, self.head_ranks) * width, self._heads[0] * width
+
+    @property
     def logits(self) -> int:
         """Number of logits of a microbatch that a rank holds."""
         return self.tokens * self.head.n * (self.tp if self.traits.whole_logits else 1)
@@ -304,6 +330,7 @@ def job_of(config: Config, machine: Machine) -> TrainingJob:
         pp=pp,
         vpp=SCHEDULES[schedule].chunks(vpp),
         cp=cp,
+        head_ranks=parallel.head_ranks,
         dp=dp,
         sequence_parallel=parallel.sequence_parallel,
         tensor_pieces=chosen_pieces(config),

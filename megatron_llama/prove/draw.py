@@ -181,9 +181,7 @@ def layout(chance: random.Random) -> tuple[Options, int]:
     options["virtual_pipeline_model_parallel_size"] = chance.choice((1, 2, 3)) if pp > 1 else 1
     options["sequence_parallel"] = sizes["tp"] > 1 and chance.random() < 0.5
     options["tp_comm_overlap"] = chance.choice(("0", "2", "4")) if sizes["tp"] > 1 else "0"
-    options["cp_comm_type"] = (
-        chance.choice(("all_gather", "ring")) if sizes["cp"] > 1 else "all_gather"
-    )
+    options |= _context(chance, sizes["cp"])
     options["data_parallel_sharding_strategy"] = chance.choice(STRATEGIES)
     microbatches = chance.choice((1, 2, 4, 8))
     # A global batch that is too small leaves microbatches without samples, which is refused.
@@ -197,6 +195,15 @@ def layout(chance: random.Random) -> tuple[Options, int]:
     options["reduce_bucket_size"] = chance.choice(BUCKETS)
     options |= _sharding(chance, options, sizes["dp"] * sizes["cp"]) | _stages(chance, options)
     return options, pp * sizes["tp"] * sizes["cp"] * sizes["dp"]
+
+
+def _context(chance: random.Random, cp: int) -> Options:
+    """Draw how context-parallel ranks see each other's keys and values."""
+    comm = "all_gather"
+    if cp > 1:
+        comm = chance.choice(("all_gather", "ring", "a2a", "a2a+p2p")[: 2 + cp // 2])
+    sizes = (2, cp // 2) if comm == "a2a+p2p" else ()
+    return {"cp_comm_type": comm, "hierarchical_context_parallel_sizes": sizes}
 
 
 def _sharding(chance: random.Random, options: Mapping[str, Any], ranks: int) -> Options:

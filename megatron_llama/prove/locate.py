@@ -165,9 +165,15 @@ def axes_of(case: Case) -> Iterator[tuple[str, Case]]:
     if tp > 1 and options.get("sequence_parallel"):
         yield "sequence parallelism", without({"sequence_parallel": False})
     if cp > 1:
-        yield "context parallelism", without({"context_parallel_size": 1}, cp)
-        if has("cp_comm_type", "all_gather"):
-            yield "the ring of keys and values", without({"cp_comm_type": "all_gather"})
+        comm = options.get("cp_comm_type", "all_gather")
+        gathered: dict[str, object] = {"cp_comm_type": "all_gather"}
+        if has("hierarchical_context_parallel_sizes", ()):
+            gathered["hierarchical_context_parallel_sizes"] = ()
+        one: dict[str, object] = {"context_parallel_size": 1}
+        yield "context parallelism", without(one | gathered if len(gathered) > 1 else one, cp)
+        if comm != "all_gather":
+            way = "ring of keys and values" if comm == "ring" else "exchange of heads"
+            yield f"the {way}", without(gathered)
     if tp > 1:
         single = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
         yield "tensor parallelism", without(single, tp)

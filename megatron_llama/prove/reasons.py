@@ -25,11 +25,14 @@ AXES: Mapping[str, str] = MappingProxyType(
 
 def needs_of(yours: Config, world: World) -> dict[str, int]:
     """Return the ranks that an axis needs to show everything it does, if two are too few: for a
-    pipeline rank between two others; a ring that passes on received chunks; as many chunks of a
-    sequence as a window reaches; shards of several ranks that are replicated."""
+    pipeline rank between two others; a ring that passes on received chunks; groups that exchange
+    heads, and a ring of groups; as many chunks of a sequence as a window reaches; shards of several
+    ranks that are replicated."""
     needs = {"pp": 3, "cp": 3 if _passes_on(yours, world) else 2}
     reach = _reach(yours, world)
-    if reach < 2 * world.cp - 1:
+    if yours.parallel.head_ranks:
+        needs["cp"] = 4 if _ring_ranks(yours, world) > 1 else 2
+    elif reach < 2 * world.cp - 1:
         # There has to be at least one chunk that the window does not reach.
         needs["cp"] = max(needs["cp"], min(ENOUGH, -(-reach // 2) + 1))
     if has_hybrid_shards(yours, world) and not world.dp > 1 < world.cp:
@@ -45,12 +48,19 @@ def _passes_on(yours: Config, world: World) -> bool:
     return world.cp > 2 and yours.parallel.cp_comm_type == "ring" and whole
 
 
+def _ring_ranks(config: Config, world: World) -> int:
+    """Return the context-parallel ranks, or groups that exchange heads, between which keys and
+    values travel."""
+    return world.cp // max(1, config.parallel.head_ranks)
+
+
 def _reach(config: Config, world: World) -> int:
-    """Return the number of chunks before its own that a window reaches; 0 without a window or
-    without context parallelism."""
+    """Return the number of chunks before its own that a window reaches; 0 without a window, and
+    where no keys and values travel."""
     window = config.model.sliding_window
     length = config.training.seq_length
-    return chunks_reached(window, length, world.cp) if world.cp > 1 and 0 < window < length else 0
+    ranks = _ring_ranks(config, world)
+    return chunks_reached(window, length, ranks) if ranks > 1 and 0 < window < length else 0
 
 
 def reasons_of(
@@ -85,7 +95,9 @@ def reasons_of(
             if here.cp > 2
             else f"a ring of two; {holder} one that passes on what it has received"
         )
-    if _reach(yours, world) and here.cp > 1:
+    if here.cp > 1 and yours.parallel.head_ranks:
+        reasons["context_parallel_size"] = _reason_of_exchange(yours, world, small, here, owner)
+    if _reach(yours, world) and _ring_ranks(small, here) > 1:
         reasons["sliding_window"] = _reason_of_window(yours, world, small, here, owner)
     if yours.model.sliding_window >= yours.training.seq_length:
         reasons["sliding_window"] = "longer than the sequence, as yours"
@@ -109,7 +121,7 @@ def _reason_of_window(yours: Config, world: World, small: Config, here: World, o
     reach = _reach(yours, world)
     reach_here = _reach(small, here)
     chunks = counted(reach_here, "chunk")
-    if reach >= 2 * world.cp - 1:
+    if reach >= 2 * _ring_ranks(yours, world) - 1:
         return "from the last chunk of the sequence into the first one, as yours"
     if reach == reach_here:
         return f"into {chunks} before a token's own, as yours"
@@ -118,6 +130,28 @@ def _reason_of_window(yours: Config, world: World, small: Config, here: World, o
         return f"into {chunks} before a token's own, where yours reaches into {reach}"
     as_many = owner(lambda case: case.cp >= needed, needed)
     return f"into {chunks} before a token's own; {as_many} {reach}, as yours"
+
+
+def _reason_of_exchange(
+    yours: Config, world: World, small: Config, here: World, owner: Owner
+) -> str:
+    """Return how the ranks exchange the sequence for heads, and what is not shown."""
+    said = "each rank exchanges heads with each, as with more"
+    if _ring_ranks(yours, world) > 1:
+        said = "groups exchange heads, and keys and values go around a ring of groups, as yours"
+        if _ring_ranks(small, here) == 1:
+            holder = owner(lambda case: case.cp >= 4, 4)
+            said = f"the ranks of a group exchange heads; {holder} a ring of groups"
+    copies = "key/value heads are copied for several ranks"
+    if _copies_heads(yours, world) is _copies_heads(small, here):
+        return said
+    return f"{said}; {copies} {'in yours only' if _copies_heads(yours, world) else 'here only'}"
+
+
+def _copies_heads(config: Config, world: World) -> bool:
+    """Whether several ranks that exchange heads get a copy of one key/value head."""
+    heads = max(1, config.model.num_key_value_heads // world.tp)
+    return heads % config.parallel.head_ranks != 0
 
 
 def _reason_of_batch(yours: Config, world: World, small: Config, here: World, owner: Owner) -> str:

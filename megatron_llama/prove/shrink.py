@@ -39,6 +39,7 @@ from megatron_llama.prove.small_run import (
     small_batch,
     small_blend,
     small_buffers,
+    small_context,
     small_intervals,
     small_length_of_samples,
     small_schedule,
@@ -115,14 +116,16 @@ def _sizes(given: Given, here: World) -> dict[str, Any]:
     """Return the options that shrink with the sizes of the model and of the world."""
     yours = given.resolved
     world = given.world
-    heads = small_heads(yours.model, world.tp, here.tp)
+    context = small_context(yours, here)
+    exchanging = _with(yours, context).parallel.head_ranks
+    heads = small_heads(yours.model, world.tp, here.tp, exchanging)
     length = small_length_of_samples(yours, here, sft=given.sft)
     stages = small_stages(yours, here)
     positions = small_positions(
         yours.model,
         yours.training.seq_length,
         length,
-        cp=(world.cp, here.cp),
+        cp=(world.cp // max(1, yours.parallel.head_ranks), here.cp // max(1, exchanging)),
         head_dim=heads["head_dim"],
     )
     blocks = blocks_here(yours, stages["num_hidden_layers"])
@@ -131,12 +134,12 @@ def _sizes(given: Given, here: World) -> dict[str, Any]:
         **heads,
         **stages,
         **positions,
+        **context,
         **small_batch(yours, world, here),
         **(small_lora(yours.lora) if yours.lora.lora_rank else {}),
         "layer_types": types,
         "seq_length": length,
         "tensor_model_parallel_size": here.tp,
-        "context_parallel_size": here.cp,
         "sequence_parallel": yours.parallel.sequence_parallel and here.tp > 1,
         "data_parallel_shard_size": shard_size_here(yours, world, here),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from math import gcd
 from types import MappingProxyType
 from typing import Any
 
@@ -65,8 +66,9 @@ def small_vocabulary(model: ModelConfig, tp_yours: int, tp_here: int) -> dict[st
     }
 
 
-def small_heads(model: ModelConfig, tp_yours: int, tp_here: int) -> dict[str, Any]:
-    """Return options of few narrow heads for a resolved ``model``, and the widths that follow.
+def small_heads(model: ModelConfig, tp_yours: int, tp_here: int, exchanging: int) -> dict[str, Any]:
+    """Return options of few narrow heads for a resolved ``model``, and the widths that follow. The
+    query heads of a rank are divided among ``exchanging`` context-parallel ranks.
 
     Key/value heads remain fewer than the tensor-parallel ranks, as many, or more. The query heads
     of each key/value head, and of each rank, remain one or several."""
@@ -84,6 +86,7 @@ def small_heads(model: ModelConfig, tp_yours: int, tp_here: int) -> dict[str, An
     per_rank = min(2, heads // tp_yours)
     per_group = min(2, heads // groups)
     small = max(small_groups * per_group, tp_here * per_rank)
+    small *= max(1, exchanging) // gcd(max(1, exchanging), small // tp_here)
     head_dim = HEAD_DIM if small * HEAD_DIM <= WIDEST else HEAD_DIM // 2
     while not _rotates(model.partial_rotary_factor, head_dim, model.head_dim):
         head_dim *= 2
@@ -124,7 +127,7 @@ def small_positions(
 ) -> dict[str, Any]:
     """Return the window, longest sequence and rotary scaling of a resolved ``model`` for sequences
     of ``here`` tokens instead of ``yours``, each with the same effect as on yours. ``cp`` are the
-    context-parallel ranks of (yours, here)."""
+    ranks of (yours, here) between which keys and values travel."""
     values: dict[str, Any] = {
         "max_position_embeddings": _like(model.max_position_embeddings, yours, here)
     }

@@ -152,6 +152,20 @@ def small_length_of_samples(yours: Config, here: World, *, sft: bool) -> int:
     return length if length <= most and length % unit == 0 else -(-most // unit) * unit
 
 
+def small_context(yours: Config, here: World) -> dict[str, Any]:
+    """Return the options of context parallelism: a ring of groups that exchange heads takes four
+    ranks, and fewer are one group."""
+    comm = yours.parallel.cp_comm_type if here.cp > 1 else "all_gather"
+    in_ring = comm == "a2a+p2p" and here.cp == 4
+    if comm == "a2a+p2p" and not in_ring:
+        comm = "a2a"
+    return {
+        "context_parallel_size": here.cp,
+        "cp_comm_type": comm,
+        "hierarchical_context_parallel_sizes": (2, 2) if in_ring else (),
+    }
+
+
 def small_batch(yours: Config, world: World, here: World) -> dict[str, Any]:
     """Return the sizes of batches. As in yours, a microbatch has one sample or several, and has the
     same relation to the pipeline ranks. A growing batch grows within the first steps."""

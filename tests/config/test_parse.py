@@ -245,6 +245,11 @@ def test_a_command_knows_only_its_own_options_and_aliases() -> None:
     ]
 
 
+def test_a_value_may_be_given_in_the_word_of_another_trainer(tmp_path: Path) -> None:
+    given = run("--cp-comm-type", "p2p"), run("--config", yaml_file(tmp_path, "cp_comm_type: p2p\n")), run("--cp-comm-type", "ring")
+    assert [parsed.get(ParallelConfig).cp_comm_type for parsed in given] == ["ring"] * 3
+
+
 def test_flags_win_over_yaml(tmp_path: Path) -> None:
     """Also with null, and of a list all of it."""
     file = yaml_file(tmp_path, "eos_token_id: 2\nrope_scaling: {rope_type: linear, factor: 2.0}\nparam_group: ['a: lr=1']\n")

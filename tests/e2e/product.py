@@ -47,6 +47,7 @@ HYBRID = Layout(4, {**DP2_PARAMS.options, "data_parallel_shard_size": 2, "param_
 TP2_PP2 = Layout(4, {**TP2.options, **PP2.options})
 CP2 = Layout(2, {"context_parallel_size": 2})
 CP2_RING = Layout(2, {"context_parallel_size": 2, "cp_comm_type": "ring"})
+CP2_A2A = Layout(2, {"context_parallel_size": 2, "cp_comm_type": "a2a"})
 ZB_H1 = Layout(2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"})
 ZB_V = Layout(2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"})
 INTERLEAVED = Layout(2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved", "virtual_pipeline_model_parallel_size": 2})
@@ -59,6 +60,7 @@ MIXED = Layout(
 )
 LAYOUTS: Mapping[str, Layout] = {
     "one": ONE, "tp2 sp": TP2, "dp2 optim_grads": DP2, "dp4 optim_grads_params in shards of 2": HYBRID, "cp2": CP2, "cp2 ring": CP2_RING,
+    "cp2 a2a": CP2_A2A,
     "tp2 sp cp2 ring pp2 zb-v optim_grads": MIXED,
 }
 SPREAD = ("tp2 sp cp2 ring pp2 zb-v optim_grads", "dp4 optim_grads_params in shards of 2")

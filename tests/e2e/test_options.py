@@ -55,6 +55,10 @@ PLANNED: Mapping[str, tuple[dict[str, object], str]] = {
     "tie_word_embeddings": ({"tie_word_embeddings": True}, f"model           {213_568 - 512 * 64:,} parameters in 38"),
     "pipeline_model_parallel_size": (EIGHT, "layout          8 processes = tp 1 x cp 1 x pp 2 x dp 4"),
     "context_parallel_size": ({**EIGHT, "context_parallel_size": 2}, "layout          8 processes = tp 1 x cp 2 x pp 2 x dp 2"),
+    "hierarchical_context_parallel_sizes": (
+        {**EIGHT, "context_parallel_size": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)},
+        "layout          8 processes = tp 1 x cp 4 (a2a+p2p 2 x 2) x pp 2 x dp 1;",
+    ),
     "sequence_parallel": ({**EIGHT, "tensor_model_parallel_size": 2, "sequence_parallel": True}, "tp 2 x cp 1 x pp 2 x dp 2, sequence parallel"),
     "pipeline_schedule": ({**EIGHT, "pipeline_schedule": "gpipe"}, " gpipe, 2 stages, 2 microbatches (validated)\n  pp rank 0     F0 F1 B0 B1"),
     "virtual_pipeline_model_parallel_size": (
@@ -312,8 +316,8 @@ def test_tokenizer_model(product: Product, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_cp_comm_type(straight: Callable[[str], Path]) -> None:
     """A ring adds up the same attention in another order: equal to 1e-6, as another test demands, but not in every bit."""
-    whole, ring = (column(straight(name), "lm_loss") for name in ("cp2", "cp2 ring"))
-    assert whole != ring
+    whole, ring, heads = (column(straight(name), "lm_loss") for name in ("cp2", "cp2 ring", "cp2 a2a"))
+    assert whole != ring != heads != whole
 
 
 @pytest.mark.tries("grad_reduce_in_bf16")

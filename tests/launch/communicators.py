@@ -84,6 +84,9 @@ class Imagined:
     def all_reduce(self, tensor: Any, *args: Any, group: Any, **options: Any) -> Any:
         self.uses.append(Use(group.group_name, group.ranks, "all_reduce"))
 
+    def all_to_all_single(self, received: Any, sent: Any, *, group: Any) -> None:
+        self.uses.append(Use(group.group_name, group.ranks, "all_to_all"))
+
     def isend(self, tensor: Any, *, group: Any, group_dst: int) -> Done:
         self.uses.append(Use(group.group_name, (self.rank, group.ranks[group_dst]), "message"))
         return Done()

@@ -60,11 +60,17 @@ def group_of(axis: Axis) -> Group:
     return axis.group
 
 
-@pytest.mark.parametrize("ring", [False, True])
+def spread(config: Config, comm: Any) -> Config:
+    """With a type of context parallelism, in pairs where there are groups."""
+    sizes = (2, config.parallel.context_parallel_size // 2) if comm == "a2a+p2p" else ()
+    return replace(config, parallel=replace(config.parallel, cp_comm_type=comm, hierarchical_context_parallel_sizes=sizes))
+
+
+@pytest.mark.parametrize("comm", ["all_gather", "ring", "a2a", "a2a+p2p"])
 @grids
-def test_nobody_waits_forever_at_the_start(case: Case, ring: bool) -> None:
+def test_nobody_waits_forever_at_the_start(case: Case, comm: str) -> None:
     """Each rank's uses are walked in order, and each waits until all its ranks have come: NCCL's rule for a first use."""
-    config = replace(case.config, parallel=replace(case.config.parallel, cp_comm_type="ring" if ring else "all_gather"))
+    config = spread(case.config, comm)
     every = [built(config, rank, case.world_size) for rank in range(case.world_size)]
     assert waits_of([asked.uses for _, asked in every]) == {}
     for mesh, asked in every:
@@ -73,7 +79,17 @@ def test_nobody_waits_forever_at_the_start(case: Case, ring: bool) -> None:
         pipelines = {axis.group for name, axis in axes_of(mesh).items() if name.startswith("pp")}
         wanted = {group_of(axis).group_name for axis in axes_of(mesh).values() if axis.group not in pipelines}
         assert reduced == wanted | {"world"}
-        assert ("ring" in {use.operation for use in asked.uses}) == (ring and mesh.cp.size > 1)
+        rings = {use.ranks for use in asked.uses if use.operation == "ring"}
+        exchanges = {use.ranks for use in asked.uses if use.operation == "all_to_all"}
+        ranks, first = mesh.cp.ranks, mesh.cp.rank
+        if mesh.cp.size == 1:
+            assert rings == exchanges == set()
+        elif comm in ("all_gather", "ring"):
+            assert rings == ({ranks} if comm == "ring" else set()) and exchanges == set()
+        elif comm == "a2a" or mesh.cp.size == 2:
+            assert rings == set() and exchanges == {ranks}
+        else:
+            assert rings == {ranks[first % 2 :: 2]} and exchanges == {ranks[first // 2 * 2 :][:2]}
 
 
 def test_an_order_that_differs_between_ranks_is_seen() -> None:

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 from tests.harness import Cluster
 
-AXES = ("tp", "kv", "cp", "dp", "dp_gather", "pp", "pp_backward", "pp_return", "pp_backward_return", "embedding")
+AXES = ("tp", "kv", "cp", "cp_heads", "cp_keys", "dp", "dp_gather", "pp", "pp_backward", "pp_return", "pp_backward_return", "embedding")
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.metrics.flops import flops_per_token
-from megatron_llama.model.plan.windows import context_shares, context_tokens, score_share
+from megatron_llama.model.plan.windows import score_share
 from megatron_llama.model.plan.zigzag import chunk_owner
 from megatron_llama.model.windows import layer_windows
+from megatron_llama.planner.context_traffic import context_shares, context_tokens
 
 MODEL = ModelConfig(
     vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,

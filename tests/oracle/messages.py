@@ -123,10 +123,27 @@ class _Step:
 
     def context_parallel(self) -> None:
         """Keys and values travel forward and again backward, then their gradients, in fp32: in one
-        message each, or around the ring."""
+        message each, or around the ring. Where heads are exchanged for the sequence: queries, keys
+        and values in one message and outputs in another, and backward the gradients of both; then
+        there is a ring of those ranks that have the same heads."""
         model = self.config.model
         cp = self.shape.cp
-        elements = 2 * self.shape.tokens * (model.num_key_value_heads * self.copies // self.shape.tp) * model.head_dim
+        axis = "cp"
+        keys = model.num_key_value_heads * self.copies // self.shape.tp
+        elements = 2 * self.shape.tokens * keys * model.head_dim
+        if self.parallel.cp_comm_type.startswith("a2a"):
+            exchanging = (*self.parallel.hierarchical_context_parallel_sizes, cp)[0]
+            queries = model.num_attention_heads // self.shape.tp
+            each = queries // exchanging
+            needed = [len({query * keys // queries for query in range(rank * each, (rank + 1) * each)}) for rank in range(exchanging)]
+            name = "cp_heads" if exchanging < cp else "cp"
+            token = self.shape.tokens * model.head_dim * self.shape.itemsize
+            for heads in (queries + 2 * sum(needed), queries):
+                self.add(name, "all_to_all", token * heads, 2 * self.blocks + self.again)
+            if exchanging == cp:
+                return
+            axis, cp = "cp_keys", cp // exchanging
+            elements = 2 * self.shape.tokens * exchanging * needed[0] * model.head_dim
         values = elements * self.shape.itemsize
         gradients = elements * self.shape.fp32_itemsize
         passes = 2 * self.blocks + self.again
@@ -135,8 +152,8 @@ class _Step:
             self.add("cp", "reduce_scatter", cp * gradients, self.blocks)
             return
         for operation in ("send", "receive"):
-            self.add("cp", operation, values, passes * (cp - 1))
-            self.add("cp", operation, gradients, self.blocks * (cp - 1))
+            self.add(axis, operation, values, passes * (cp - 1))
+            self.add(axis, operation, gradients, self.blocks * (cp - 1))
 
     def pipeline(self) -> None:
         """One activation and one gradient over every boundary between stages of different ranks;

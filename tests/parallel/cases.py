@@ -70,7 +70,8 @@ class Layout:
     sp: bool = False
     tp_comm: str = "0"
     """Pieces of the messages of tensor-parallel layers."""
-    cp_comm: Literal["all_gather", "ring"] = "all_gather"
+    cp_comm: Literal["all_gather", "ring", "a2a", "a2a+p2p"] = "all_gather"
+    """With a2a+p2p pairs of neighbours exchange heads."""
     strategy: Strategy = "optim"
     slots: str = "default"
     """Parameter slots, with optim_grads_params."""
@@ -155,6 +156,7 @@ class Layout:
             pipeline_model_parallel_size=self.pp,
             context_parallel_size=self.cp,
             cp_comm_type=self.cp_comm,
+            hierarchical_context_parallel_sizes=(2, self.cp // 2) if self.cp_comm == "a2a+p2p" else (),
             sequence_parallel=self.sp,
             tp_comm_overlap=self.tp_comm,
             pipeline_schedule=self.schedule,
@@ -478,6 +480,11 @@ LAYOUTS = (
     *(Layout(dp=2, strategy=strategy, microbatches=4) for strategy in STRATEGIES),
     Layout(dp=2, microbatches=4, documents=True),
     Layout(cp=4, cp_comm="ring"),
+    Layout(cp=2, tp=2, sp=True, cp_comm="a2a", microbatches=2),
+    Layout(cp=4, cp_comm="a2a", recompute="full"),
+    Layout(cp=2, pp=2, cp_comm="a2a", documents=True, schedule="zb-h1", microbatches=4),
+    Layout(cp=4, cp_comm="a2a+p2p", documents=True),
+    Layout(cp=4, pp=2, kv_heads=1, cp_comm="a2a+p2p", microbatches=2),
     Layout(cp=2, dp=2, strategy="optim_grads", microbatches=2),
     Layout(cp=2, documents=True),
     Layout(cp=2, cp_comm="ring", documents=True),

@@ -30,6 +30,8 @@ TRAINED = [
     Layout(tp=4, kv_heads=1, sp=True),
     Layout(tp=2, pp=2, sp=True, tp_comm="3", microbatches=2, schedule="zb-h1"),
     Layout(tp=2, cp=2, tp_comm="2", recompute="full"),
+    Layout(cp=2, tp=2, pp=2, cp_comm="a2a", sp=True, microbatches=4, schedule="zb-h1"),
+    Layout(cp=4, dp=2, cp_comm="a2a+p2p", strategy="optim_grads_params"),
 ]
 """Each axis and schedule, and what they send among themselves together."""
 STEPS = 4

@@ -12,7 +12,7 @@ from megatron_llama.engine.plan.buckets import Bucket, BucketPlan
 from megatron_llama.engine.plan.overlap import gathered_during_backward, updated_during_backward
 from megatron_llama.launch.launcher import Place
 from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
-from megatron_llama.pipeline.plan.traffic import context_traffic
+from megatron_llama.planner.context_traffic import context_traffic
 from megatron_llama.planner.trace.run import trace_run
 from megatron_llama.train.setup.memory import MemoryPlan, peak_of
 from torch import Tensor
@@ -124,6 +124,10 @@ def assert_as_planned(layout: Layout, ranks: Sequence[Counted]) -> None:
         Run(cp=4, cp_comm="ring", windows=True, recompute="full"),
         Run(cp=2, tp=2, bf16=True, windows=True),
         Run(cp=2, pp=2, microbatches=2),
+        Run(cp=4, cp_comm="a2a", windows=True, recompute="full"),
+        Run(cp=2, tp=2, cp_comm="a2a", kv_heads=4, bf16=True, microbatches=2),
+        Run(cp=4, cp_comm="a2a+p2p", windows=True, recompute="full"),
+        Run(cp=4, pp=2, kv_heads=1, cp_comm="a2a+p2p", bf16=True, microbatches=2),
     ],
     ids=lambda layout: f"{layout.name} {layout.windows}",
 )
@@ -131,16 +135,17 @@ def test_context_parallel_ranks_send_what_is_planned(cluster: Cluster, layout: R
     """To the byte, in layers with a window and without; of a collective its least."""
     config = layout.sized()
     passes = 3 if layout.recompute == "full" else 2
+    ranks = {"cp": layout.cp, "cp_heads": 2}
     for number, counted in enumerate(cluster.run(layout.world_size, count, layout)):
         rank = number // layout.tp % layout.cp
         layers = MemoryPlan(config, layout.world_size).partition.layers[counted.pp_rank]
         planned = context_traffic(config, layers, rank=rank)
         sent = sum(
-            size if operation == "send" else size * (layout.cp - 1) // layout.cp
+            size if operation == "send" else size * (ranks[axis] - 1) // ranks[axis]
             for (axis, operation), (_, size) in counted.traffic.items()
-            if axis == "cp" and operation != "receive"
+            if axis.startswith("cp") and operation != "receive"
         )
-        assert sent == layout.microbatches * (passes * planned.key_values + planned.gradients) > 0
+        assert sent == layout.microbatches * (passes * planned.passes + planned.gradients) > 0
 
 
 def _order(layout: Layout, buckets: BucketPlan, stage: int) -> list[str]:

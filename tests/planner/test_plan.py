@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from megatron_llama.cli import main
@@ -14,10 +15,11 @@ from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError
 from megatron_llama.metrics.flops import flops_per_token
 from megatron_llama.model.presets import PRESETS
-from megatron_llama.pipeline.plan.traffic import context_traffic
 from megatron_llama.planner.candidate import Candidate
+from megatron_llama.planner.context_traffic import context_traffic
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import CPU, GPUS, gpu_named, gpu_of_device
+from megatron_llama.planner.inputs import layout_named
 from megatron_llama.planner.kernels import Kernels
 from megatron_llama.planner.links import rank_group, rank_groups
 from megatron_llama.planner.report import command, label
@@ -106,10 +108,13 @@ def test_the_simulated_step_is_near_the_closed_form(name: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("comm", [("all_gather",), ("a2a",), ("a2a+p2p", 2, 2)], ids=str)
 @pytest.mark.parametrize(("model", "window"), [("llama2-7b", 0), ("llama2-7b", 1024), ("llama2-7b", 9000), ("gemma3-1b", 512)])
-def test_keys_and_values_take_the_time_of_their_bytes(model: str, window: int, recompute: str) -> None:
+def test_context_parallelism_takes_the_time_of_its_bytes(model: str, window: int, recompute: str, comm: tuple[Any, ...]) -> None:
     """Of the rank that sends most, in all layers, with and without windows: bytes that real runs send (tests/parallel/test_traffic.py)."""
-    chosen = config(model, 16, seq=16384, context_parallel_size=4, recompute_granularity=recompute)
+    kind, *groups_of = comm
+    spread = {"cp_comm_type": kind, "hierarchical_context_parallel_sizes": tuple(groups_of), "recompute_granularity": recompute}
+    chosen = config(model, 16, seq=16384, context_parallel_size=4, **spread)
     chosen = replace(chosen, model=replace(chosen.model, sliding_window=window))
     chosen = resolve(chosen, 8)
     fit = replace(FITTED, latency=0.0, latency_across=0.0, hop=0.0, hop_inside=0.0, cp_exposed=1.0)
@@ -118,7 +123,7 @@ def test_keys_and_values_take_the_time_of_their_bytes(model: str, window: int, r
     block = block_time(job, groups, Kernels(job, fit), fit)
     layers = range(chosen.model.num_hidden_layers)
     ranks = [context_traffic(chosen, layers, rank=rank) for rank in range(4)]
-    key_values, gradients = (max(getattr(rank, name) for rank in ranks) for name in ("key_values", "gradients"))
+    key_values, gradients = (max(getattr(rank, name) for rank in ranks) for name in ("passes", "gradients"))
     seconds = len(layers) * groups.cp.rate
     assert block.forward.context * seconds == pytest.approx(key_values)
     passes = 2 if recompute == "full" else 1
@@ -140,6 +145,27 @@ def test_a_ring_uses_the_cards_of_all_its_ranks_in_a_node() -> None:
     assert inside.rate > across.rate > strided.rate
     assert across.rate == pytest.approx(min(inside.rate, 8 * strided.rate))
     assert inside.gather(1e9) < across.gather(1e9) < strided.gather(1e9) and rank_group(node, 1, 1, FITTED).gather(1e9) == 0
+
+
+def test_an_exchange_leaves_a_node_by_the_card_of_its_rank() -> None:
+    """Inside a node it takes as long as a gather of as many bytes. Of two nodes half of the parts are in the other one."""
+    node = replace(machine(64), nic=12.5e9)
+    fit = replace(FITTED, latency=0.0, latency_across=0.0, hop=0.0, hop_inside=0.0)
+    inside, across = (rank_group(node, size, 1, fit) for size in (8, 16))
+    assert inside.exchange(1e9) == inside.gather(1e9) > 0 == rank_group(node, 1, 1, fit).exchange(1e9)
+    assert across.exchange(1e9) == pytest.approx(0.5e9 / (12.5e9 * fit.nic)) and across.exchange(1e9) > across.gather(1e9)
+
+
+def test_a_search_tries_an_exchange_of_heads_where_they_suffice() -> None:
+    base, cluster = config("llama2-7b", 64, seq=131072), machine(64)
+    tried = list(candidates(base, cluster, {"context_parallel_size": 16, "recompute_granularity": "full"}))
+    found = {(one.parallel.tensor_model_parallel_size, one.parallel.cp_comm_type) for one in tried}
+    assert {tp for tp, comm in found if comm == "a2a"} == {1, 2} < {tp for tp, comm in found if comm == "all_gather"}
+    pinned = {"context_parallel_size": 16, "cp_comm_type": "ring", "recompute_granularity": "full"}
+    assert {one.parallel.cp_comm_type for one in candidates(base, cluster, pinned)} == {"ring"}
+    word = label(Candidate(next(one for one in tried if one.parallel.cp_comm_type == "a2a"), cluster, FITTED))
+    named = layout_named(base, cluster, FITTED, word)
+    assert label(named) == word and "/cp16/" in word and "/a2a/" in word and named.config.parallel.cp_comm_type == "a2a"
 
 
 def test_every_candidate_divides_what_it_has_to() -> None:

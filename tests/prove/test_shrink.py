@@ -35,9 +35,12 @@ RANKS = 8
 RUN = {"train_iters": 10_000, "seq_length": 4096, "global_batch_size": 512, "bf16": True, "lr_warmup_iters": 100}
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 VPP, STRATEGY = "virtual_pipeline_model_parallel_size", "data_parallel_sharding_strategy"
-MORE = {"only the middle stages are larger": 2, "three of each": 2, "a ring beside two axes": 2, "a long pipeline beside two axes": 2}
+MORE = {
+    "only the middle stages are larger": 2, "three of each": 2, "a ring beside two axes": 2, "a long pipeline beside two axes": 2,
+    "heads exchanged in a ring": 2,
+}
 """How many cases show a configuration of which one cannot."""
-OF_MORE_RANKS = {"passed on", "between two pipeline ranks", "microbatches", "uneven"}
+OF_MORE_RANKS = {"passed on", "a ring of groups", "between two pipeline ranks", "microbatches", "uneven"}
 """Relations for which an axis needs more ranks than there are for it beside the others."""
 SAVED = {"save": "runs/large", "save_interval": 500, "log_interval": 10}
 """Options that every user gives, and that no case has."""
@@ -46,6 +49,7 @@ UNEVEN = [1, *[2] * 13, 3, 2]
 SAMPLES = {"train_samples": 10**8, "train_iters": 0, "lr_warmup_iters": 0, "lr_warmup_samples": 10**5, "lr_decay_samples": 9 * 10**7}
 STEPPED = {"zenflow_select_strategy": "step", "zenflow_select_interval": "500", "zenflow_update_interval": "4", "zenflow_full_warm_up_rounds": 20}
 THREES = {"num_attention_heads": 24, "hidden_size": 3072, "num_key_value_heads": 6, "head_dim": 128, "intermediate_size": 12288, "num_hidden_layers": 33}
+EXCHANGED = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [8, 2]}
 LARGE: Mapping[str, tuple[int, dict[str, Any]]] = {
     **{f"preset {name}": (16, {"preset": name, TP: 2}) for name in ONE_OF_EACH},
     "a block of its own kind": (64, {"preset": "llama3-8b", "freeze": ["model.layers.3.*"]}),
@@ -64,6 +68,9 @@ LARGE: Mapping[str, tuple[int, dict[str, Any]]] = {
     "hybrid shards over cp": (64, {"preset": "llama2-7b", "data_parallel_shard_size": 4, CP: 2}),
     "a shard for each rank": (64, {"preset": "llama2-7b", "data_parallel_shard_size": 1}),
     "ring": (64, {"preset": "llama3.1-8b", CP: 16, "cp_comm_type": "ring", "seq_length": 131072, "global_batch_size": 64}),
+    "heads exchanged": (64, {"preset": "llama3-8b", CP: 8, "cp_comm_type": "a2a", "seq_length": 32768, "global_batch_size": 64}),
+    "heads of one group exchanged": (64, {"preset": "gemma3-1b", CP: 4, "cp_comm_type": "a2a", "seq_length": 8192, "global_batch_size": 64}),
+    "heads exchanged in a ring": (64, {"preset": "llama3-8b", TP: 2, CP: 16, **EXCHANGED, "seq_length": 32768, "global_batch_size": 64}),
     "windows over cp": (64, {"preset": "gemma3-4b-text", CP: 8, "seq_length": 32768, "global_batch_size": 64}),
     "a window beyond the sequence": (64, {"preset": "gemma2-9b", TP: 2, "seq_length": 2048}),
     "some blocks recompute": (64, {"preset": "llama3-8b", PP: 2, "recompute_granularity": "full", "recompute_num_layers": "5"}),
@@ -145,6 +152,8 @@ def structure(config: Config, world: World) -> dict[str, object]:
         "kinds of layers": {window > 0 for window in windows},
         "window": (model.sliding_window >= training.seq_length, len(seen) if cp > 1 else 0) if model.sliding_window else None,
         "passed on": cp > 2 and parallel.cp_comm_type == "ring",
+        "heads exchanged": parallel.head_ranks > 0,
+        "a ring of groups": 0 < parallel.head_ranks < cp,
         "between two pipeline ranks": pp > 2,
         "uneven": len(set(counts)) > 1,
         "given": bool(parallel.pipeline_layer_split),
@@ -287,6 +296,13 @@ def test_what_two_ranks_do_not_show_is_shown_by_another_case_or_said() -> None:
     assert "a ring of two; another case has one that passes on" in why(cases[0], "--context-parallel-size")
     assert why(cases[1], "--context-parallel-size").startswith("every rank of the ring passes on")
     assert why(cases[1], "--tensor-model-parallel-size") == "another case has it"
+    exchanged = shrink(parsed({**RUN, **LARGE["heads exchanged in a ring"][1]}), 64, RANKS)
+    assert [case.name for case in exchanged] == ["tp 2 cp 2 dp 2", "cp 4 dp 2"]
+    assert [of(case).parallel.hierarchical_context_parallel_sizes for case in exchanged] == [(), (2, 2)]
+    group = "the ranks of a group exchange heads; another case has a ring of groups"
+    copied = "; key/value heads are copied for several ranks in yours only"
+    whole = "groups exchange heads, and keys and values go around a ring of groups, as yours"
+    assert [why(case, "--context-parallel-size") for case in exchanged] == [group + copied, whole + copied]
     pair = shrink(parsed({**RUN, "preset": "llama3.1-8b", CP: 8, "cp_comm_type": "ring"}), 8, 2)
     assert "--ranks 3 has one that passes on" in why(pair[0], "--context-parallel-size")
     long = shrink(parsed({**RUN, **LARGE["a long pipeline beside two axes"][1]}), 128, RANKS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -64,6 +65,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         action="store_true",
         help="instead: the hosts are tensor-parallel ranks of one model; whole messages and "
         "messages in pieces",
+    )
+    parser.add_argument(
+        "--context-parallel",
+        action="store_true",
+        help="attention of one sequence over all hosts instead, in each --cp-comm-type",
     )
     parser.add_argument(
         "--against",
@@ -204,8 +210,12 @@ def run(options: argparse.Namespace) -> None:
         if options.tensor:
             tensor = TensorJob(options.hosts, options.rate, options.rounds, target)
             hosts.run(["-m", "tools.overlap.tensor", tensor.dump()])
-        else:
-            hosts.run(["-m", "tools.overlap.measure", job.dump()])
+            return
+        if options.context_parallel:
+            spread = {"hosts": job.hosts, "rate": job.rate, "rounds": job.rounds, "json": target}
+            hosts.run(["-m", "tools.overlap.context", json.dumps(spread)])
+            return
+        hosts.run(["-m", "tools.overlap.measure", job.dump()])
     if options.stall is not None:
         print(stalls)
 

@@ -184,7 +184,13 @@ class RecordedGroup(_ProcessGroup):  # type: ignore[misc]
     def alltoall_base(
         self, received: Tensor, sent: Tensor, out_split: Any, in_split: Any, opts: Any = None
     ) -> RecordedWork:
-        return self._do("all_to_all", [sent], [received], lambda: received.copy_(sent))
+        return self._do(
+            "all_to_all",
+            [sent],
+            [received],
+            lambda: received.copy_(sent),
+            is_async=getattr(opts, "asyncOp", True),
+        )
 
     def all_to_all_single(
         self, received: Tensor, sent: Tensor, out_split: Any, in_split: Any, opts: Any = None

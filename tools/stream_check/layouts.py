@@ -446,6 +446,7 @@ def _models() -> dict[str, Layout]:
             )
         found[f"cp{words}"] = make(context_parallel_size=2)
         found[f"cp in a ring{words}"] = make(context_parallel_size=2, cp_comm_type="ring")
+        found[f"cp by heads{words}"] = make(context_parallel_size=2, cp_comm_type="a2a")
         found[f"lora{words}"] = make(lora=4)
         found[f"lora, {sharded}{words}"] = make(lora=4, data_parallel_sharding_strategy=sharded)
         for granularity in ("selective", "full"):
@@ -470,6 +471,24 @@ def _models() -> dict[str, Layout]:
     )
     found["cp in a ring over four"] = _layout(
         dp=1, context_parallel_size=4, cp_comm_type="ring", rank=1
+    )
+    found["cp by heads, sp, documents"] = _layout(
+        context_parallel_size=2,
+        cp_comm_type="a2a",
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        documents=True,
+    )
+    found["cp by heads, windows, recompute full"] = _layout(
+        context_parallel_size=2, cp_comm_type="a2a", window=3, recompute="full"
+    )
+    found["cp by heads of pairs, in a ring"] = _layout(
+        dp=1,
+        context_parallel_size=4,
+        cp_comm_type="a2a+p2p",
+        hierarchical_context_parallel_sizes=(2, 2),
+        pipeline_model_parallel_size=2,
+        rank=5,
     )
     found["windows, documents"] = _layout(window=3, documents=True)
     found["cp, windows"] = _layout(context_parallel_size=2, window=3)

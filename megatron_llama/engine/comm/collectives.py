@@ -142,6 +142,20 @@ def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis, *, async_op: bool = 
     return _start(axis, "reduce_scatter", note, issue, async_op=async_op)
 
 
+def all_to_all(received: Tensor, sent: Tensor, axis: Axis, *, async_op: bool = True) -> Pending:
+    """Send each rank of the axis its part of the first dim of ``sent``, and write the parts that
+    the ranks send to this one to ``received``, in rank order. Both are contiguous."""
+    note = _issue(axis, "all_to_all", sent)
+    if carried_by_gloo(axis, sent.device):
+        return _exchange_directly(received.data.view(-1), sent.data.view(-1), axis, note)
+
+    def issue(is_async: bool) -> Any:
+        group = axis.communicator
+        return dist.all_to_all_single(received.data, sent.data, group=group, async_op=is_async)
+
+    return _start(axis, "all_to_all", note, issue, async_op=async_op)
+
+
 def _gather_directly(full: Tensor, shard: Tensor, axis: Axis, note: Note | None) -> Pending:
     own = full[axis.rank * shard.numel() : (axis.rank + 1) * shard.numel()]
     if not same_place(own, shard):
@@ -149,6 +163,20 @@ def _gather_directly(full: Tensor, shard: Tensor, axis: Axis, note: Note | None)
     gather = gloo.Gather(full, axis, gloo.UNPLANNED, CHUNK_BYTES)
     gather.start()
     return Pending(axis, gather, operation="all_gather", note=note)
+
+
+def _exchange_directly(received: Tensor, sent: Tensor, axis: Axis, note: Note | None) -> Pending:
+    theirs = received.chunk(axis.size)
+    ours = sent.chunk(axis.size)
+    theirs[axis.rank].copy_(ours[axis.rank])
+    peers = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
+    transfer = gloo.Transfer(
+        [(peer, ours[peer]) for peer in peers],
+        [(peer, theirs[peer]) for peer in reversed(peers)],
+        *(axis, gloo.UNPLANNED, 1, CHUNK_BYTES),
+    )
+    transfer.start()
+    return Pending(axis, transfer, operation="all_to_all", note=note)
 
 
 def _sum_directly(shard: Tensor, full: Tensor, axis: Axis, note: Note | None) -> Pending:

@@ -2,7 +2,8 @@
 (``model/plan/zigzag.py``).
 
 Two algorithms share their kernels, their merge and their plan of pieces. With ``all_gather`` the
-keys and values of all ranks come in one message (Dubey et al., 2024, section 3.3.2). With ``ring``
+keys and values of all ranks come in one message (Dubey et al., 2024, section 3.3.2), or some heads
+after others in a few. With ``ring``
 they travel from rank to rank (Liu et al., 2023), and no rank ever holds them all. In both, messages
 are hidden under computation: forward starts with the pieces of the rank's own keys, and backward
 ends with one of them.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, Literal
 
 import torch
@@ -36,6 +38,10 @@ from megatron_llama.model.plan.zigzag import (
 )
 
 Comm = Literal["all_gather", "ring"]
+MOST_MESSAGES = 4
+"""Messages into which a gather of keys and values is cut, by their heads."""
+LEAST_MESSAGE = 1 << 20
+"""Bytes of such a message, of all ranks together: the cost of starting more of them is small."""
 
 
 def context_attention(
@@ -92,6 +98,8 @@ class _Block:
     key_value: Tensor
     chunks: Sequence[int]
     pieces: tuple[Piece, ...]
+    heads: slice
+    """The query heads of these keys and values."""
 
 
 @dataclass(frozen=True)
@@ -140,16 +148,28 @@ def _heads_first(tensor: Tensor) -> Tensor:
     return tensor.permute(1, 2, 0, 3)
 
 
-def _blocks(key_value: Tensor, cp: Axis, comm: Comm) -> Iterator[_Block]:
+def _messages(key_value: Tensor, cp: Axis) -> int:
+    """Return the number of messages into which a gather of keys and values is cut."""
+    count = gcd(key_value.shape[3], MOST_MESSAGES)
+    return count if cp.size * key_value.nbytes >= count * LEAST_MESSAGE else 1
+
+
+def _blocks(key_value: Tensor, queries: int, cp: Axis, comm: Comm) -> Iterator[_Block]:
     """Yield the rank's own block, then the others' as they arrive. The next one is on its way while
-    the caller computes."""
+    the caller computes. ``queries``: query heads."""
     rank = cp.rank
     size = cp.size
     if comm == "all_gather":
-        full, pending = start_all_gather(key_value, cp)
-        yield _Block(key_value, zigzag_chunks(rank, size), own_pieces())
-        pending.wait()
-        yield _Block(_in_sequence_order(full, size), range(2 * size), gathered_pieces(rank, size))
+        # All heads but the first travel while heads before them are computed.
+        count = _messages(key_value, cp)
+        gathers = [start_all_gather(part, cp) for part in key_value.chunk(count, dim=3)]
+        yield _Block(key_value, zigzag_chunks(rank, size), own_pieces(), EVERY)
+        step = queries // count
+        for number, (full, pending) in enumerate(gathers):
+            pending.wait()
+            whole = _in_sequence_order(full, size)
+            heads = slice(number * step, (number + 1) * step)
+            yield _Block(whole, range(2 * size), gathered_pieces(rank, size), heads)
         return
     current = key_value
     for step in range(size - 1):
@@ -163,7 +183,8 @@ def _blocks(key_value: Tensor, cp: Axis, comm: Comm) -> Iterator[_Block]:
 
 def _ring_block(key_value: Tensor, cp: Axis, step: int) -> _Block:
     source = (cp.rank - step) % cp.size
-    return _Block(key_value, zigzag_chunks(source, cp.size), ring_pieces(cp.rank, source))
+    pieces = ring_pieces(cp.rank, source)
+    return _Block(key_value, zigzag_chunks(source, cp.size), pieces, EVERY)
 
 
 def _in_sequence_order(full: Tensor, size: int) -> Tensor:
@@ -192,16 +213,17 @@ class _ReduceScatterGrads:
 
     def __init__(self, cp: Axis) -> None:
         self.cp = cp
+        self.sent: list[tuple[Tensor, Pending]] = []
 
     def send(self, grad: Tensor) -> None:
-        self.own_grad, self.pending = start_reduce_scatter(
-            _in_rank_order(grad, self.cp.size), self.cp
-        )
+        self.sent.append(start_reduce_scatter(_in_rank_order(grad, self.cp.size), self.cp))
 
     def wait(self) -> Tensor:
         """Return the sum of the other ranks' gradients for the own keys and values."""
-        self.pending.wait()
-        return self.own_grad
+        for _, pending in self.sent:
+            pending.wait()
+        grads = [grad for grad, _ in self.sent]
+        return grads[0] if len(grads) == 1 else torch.cat(grads, dim=3)
 
 
 class _RingGrads:
@@ -254,11 +276,11 @@ class _ContextAttention(torch.autograd.Function):
         fp32 = at_least_fp32(query.dtype)
         out = torch.zeros_like(query, dtype=fp32)
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=fp32)
-        for block in _blocks(key_value, cp, comm):
+        for block in _blocks(key_value, query.shape[2], cp, comm):
             k, v = (_heads_first(tensor) for tensor in block.key_value)
             for part in (part for one in block.pieces for part in sequence.parts(one, block, q)):
-                piece_out, piece_lse = part.attend(q, k, v, rule, backend)
-                where = (part.samples, slice(None), part.rows)
+                piece_out, piece_lse = part.attend(q[:, block.heads], k, v, rule, backend)
+                where = (part.samples, block.heads, part.rows)
                 merge(_heads_first(out)[where], lse[where], piece_out, piece_lse)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key_value, out, lse)
@@ -274,7 +296,7 @@ class _ContextAttention(torch.autograd.Function):
         )
         cp = ctx.sequence.cp
         others_grads = _ReduceScatterGrads(cp) if ctx.comm == "all_gather" else _RingGrads(cp)
-        blocks = _blocks(key_value, cp, ctx.comm)
+        blocks = _blocks(key_value, query.shape[2], cp, ctx.comm)
         own = next(blocks)
         own_grad = sums.zeros(own)
         sums.add(own, own.pieces[:-1], own_grad)
@@ -311,11 +333,12 @@ class _GradientSums:
         block."""
         k, v = (_heads_first(tensor) for tensor in block.key_value)
         sequence = self.sequence
-        queries = (self.grad, self.query, self.out)
+        heads = block.heads
+        queries = (self.grad[:, heads], self.query[:, heads], self.out[:, heads])
         for part in (part for one in pieces for part in sequence.parts(one, block, self.query)):
             dq, dk, dv = part.attend_backward(
-                queries, self.lse, k, v, sequence.rule, sequence.backend
+                queries, self.lse[:, heads], k, v, sequence.rule, sequence.backend
             )
-            _heads_first(self.query_grad)[part.samples, :, part.rows].add_(dq)
+            _heads_first(self.query_grad)[part.samples, heads, part.rows].add_(dq)
             for total, part_grad in zip(block_grad, (dk, dv), strict=True):
                 _heads_first(total)[part.samples, :, part.columns].add_(part_grad)

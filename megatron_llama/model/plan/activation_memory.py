@@ -44,6 +44,8 @@ class Activations:
     weights next to them are counted as if they were trained: their inputs are the additions' inputs
     and have to be kept for these."""
     head_chunk: int = HEAD_CHUNK
+    head_ranks: int = 0
+    """Context-parallel ranks that exchange the sequence for heads."""
 
     @staticmethod
     def from_config(config: Config) -> Activations:
@@ -60,6 +62,7 @@ class Activations:
             parallel.sequence_parallel,
             config.data.reset_position_ids,
             config.lora.lora_rank * len(config.lora.lora_target_modules),
+            head_ranks=parallel.head_ranks,
         )
 
     @property
@@ -132,11 +135,23 @@ class Activations:
 
     @property
     def attention(self) -> int:
-        """Queries, keys, values, output and log-sum-exp; with context parallelism keys and values
-        once more, as they were received; and what the norms of queries and keys keep."""
-        log_sum_exp = self.tokens * self.model.num_attention_heads // self.tp * self.fp32_itemsize
-        received = 2 if self.cp > 1 else 1
-        return 2 * self._query + self._key_value * received + log_sum_exp + self._qk_norm
+        """Queries, keys, values, output and log-sum-exp; where keys and values travel, these once
+        more, as they were received; and what the norms of queries and keys keep. An exchange of the
+        sequence for heads copies heads that several ranks need, and leaves two outputs: that of
+        attention and that of the exchange."""
+        queries = self.model.num_attention_heads // self.tp
+        log_sum_exp = self.tokens * queries * self.fp32_itemsize
+        key_value = self._key_value
+        outputs = 1
+        if self.head_ranks:
+            from megatron_llama.engine.plan.head_exchange import sent_key_heads  # of few runs
+
+            keys = self.model.num_key_value_heads * kv_copies(self.model, self.tp) // self.tp
+            sent = len(sent_key_heads(queries, keys, self.head_ranks))
+            key_value = key_value // keys * sent
+            outputs = 2
+        received = 2 if self.cp > max(1, self.head_ranks) else 1
+        return (1 + outputs) * self._query + key_value * received + log_sum_exp + self._qk_norm
 
     def block(self, granularity: Granularity) -> int:
         """Return the bytes of one transformer block."""

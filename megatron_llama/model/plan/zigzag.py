@@ -100,13 +100,3 @@ def tails(source: int, target: int, size: int, length: int, window: int) -> tupl
         for chunk in zigzag_chunks(source, size)
     )
     return tuple(tail for tail in seen if tail.tokens)
-
-
-def window_messages(rank: int, size: int, length: int, window: int) -> tuple[int, int]:
-    """Return how many messages of keys and values a rank sends in one layer, and how many tokens
-    they have together. Their gradients come back in as many."""
-    messages = [
-        tails(rank, target, size, length, window) for target in range(size) if target != rank
-    ]
-    sent = [tail.tokens for message in messages for tail in message]
-    return sum(bool(message) for message in messages), sum(sent)

@@ -1,5 +1,5 @@
-"""The messages of one step over the data-parallel axes, and of attention between context-parallel
-ranks, counted from the plans that the run executes."""
+"""The messages of one step over the data-parallel axes, counted from the plans that the run
+executes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from megatron_llama.engine.plan.muon import muon_plan
 from megatron_llama.engine.plan.prefetch import PrefetchPlan, prefetch_plan_of
 from megatron_llama.engine.plan.weight_access import WeightAccess
 from megatron_llama.model.plan.itemsize import compute_itemsize, reduce_itemsize
-from megatron_llama.model.plan.params import kv_copies
-from megatron_llama.model.plan.windows import context_tokens
-from megatron_llama.model.windows import window_of
 from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
 from megatron_llama.pipeline.plan.stage_accesses import rank_weight_accesses
 from megatron_llama.schedule import Schedule
@@ -91,35 +88,6 @@ def _matrix_bytes(config: Config, bucket_plan: BucketPlan) -> float:
     plan = muon_plan(bucket_plan, tp=config.parallel.tensor_model_parallel_size)
     shards = bucket_plan.shards
     return sum(plan.sent(rank, 0)[0] for rank in range(shards)) / shards
-
-
-@dataclass(frozen=True)
-class ContextTraffic:
-    """Bytes that leave a context-parallel rank for one microbatch and some blocks."""
-
-    key_values: int
-    """Keys and values, in each forward pass and again in backward."""
-    gradients: int
-    """Their gradients, in at least fp32."""
-
-
-def context_traffic(config: Config, layers: Sequence[int], *, rank: int) -> ContextTraffic:
-    """Count the bytes that ``rank`` of the context-parallel ranks sends in these layers, with
-    windows or without. A recomputed block sends keys and values once more."""
-    model = config.model
-    training = config.training
-    size = config.parallel.context_parallel_size
-    tp = config.parallel.tensor_model_parallel_size
-    heads = model.num_key_value_heads * kv_copies(model, tp) // tp
-    elements = 2 * training.micro_batch_size * heads * model.head_dim
-    counts = [
-        context_tokens(window_of(model, layer), training.seq_length, size, rank) for layer in layers
-    ]
-    itemsize = compute_itemsize(config)
-    return ContextTraffic(
-        key_values=elements * itemsize * sum(sent for sent, _ in counts),
-        gradients=elements * max(4, itemsize) * sum(received for _, received in counts),
-    )
 
 
 def count_gathers(

@@ -70,6 +70,7 @@ SECTIONS = (
         "account_for_loss_in_pipeline_split",
         "context_parallel_size",
         "cp_comm_type",
+        "hierarchical_context_parallel_sizes",
         "sequence_parallel",
         "pipeline_schedule",
         "distributed_timeout_minutes",

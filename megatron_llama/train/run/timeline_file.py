@@ -40,7 +40,7 @@ LANES = (ITERATIONS, COMPUTE, WAITS, "tp", "cp", PIPELINE, GATHERS, REDUCTIONS, 
 AXIS_LANES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("tp", "kv"), "tp"),
-        "cp": "cp",
+        **dict.fromkeys(("cp", "cp_heads", "cp_keys"), "cp"),
         **dict.fromkeys(("pp", "pp_backward", "pp_return", "pp_backward_return"), PIPELINE),
         "dp_gather": GATHERS,
         **dict.fromkeys(("dp", "dp_shard", "dp_replica", "embedding"), REDUCTIONS),

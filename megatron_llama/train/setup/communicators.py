@@ -103,12 +103,17 @@ def _by_axis(config: Config, world: int, pipeline_rank: int) -> Iterator[Communi
     copies = kv_copies(model, tp) if model.num_key_value_heads else 1
     partition = partition_of(config)
     tied = has_tied_head(model) and not partition.first_and_last_share_rank
-    ring = parallel.cp_comm_type == "ring"
+    heads = parallel.head_ranks
+    # An exchange of sequence for heads connects each rank to each.
+    ends = {"cp" if heads == cp else "cp_heads": 2 * (heads - 1), "cp_keys": 2}
+    ends.setdefault("cp", 2 if parallel.cp_comm_type == "ring" else 0)
     yield Communicators("world", world, SCALARS, collective=True, links=0)
     sizes = {
         "tp": tp,
         "kv": copies if copies < tp else 1,
         "cp": cp,
+        "cp_heads": heads if heads < cp else 1,
+        "cp_keys": cp // heads if heads else 1,
         "dp": data,
         "dp_shard": 1 if shards == data else shards,
         "dp_replica": 1 if shards == 1 else data // shards,
@@ -117,7 +122,7 @@ def _by_axis(config: Config, world: int, pipeline_rank: int) -> Iterator[Communi
     }
     for name, size in sizes.items():
         if size > 1:
-            links = 2 if name == "cp" and ring else 0
+            links = ends.get(name, 0)
             yield Communicators(name, size, CHANNELS, collective=True, links=links)
     if pp > 1:
         neighbours = _links(partition.placement, pipeline_rank, virtual=partition.stages > pp)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from megatron_llama.engine.comm.recorder import Recorder, Traffic
 from megatron_llama.engine.mesh import Axis
 from megatron_llama.errors import ConfigError
 from megatron_llama.launch.launcher import Place
+from megatron_llama.model.nn import context
 from megatron_llama.model.nn.attention import ScoreRule
 from megatron_llama.model.nn.context import context_attention, local_sequence
 from megatron_llama.model.nn.documents import Documents, SplitDocuments
-from megatron_llama.model.plan.zigzag import Piece, chunk_owner, gathered_pieces, own_pieces, ring_pieces, window_messages, zigzag_chunks
+from megatron_llama.model.plan.zigzag import Piece, chunk_owner, gathered_pieces, own_pieces, ring_pieces, zigzag_chunks
+from megatron_llama.planner.context_traffic import window_messages
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -88,6 +91,22 @@ def check_against_one_process(place: Place, comm: Any, dtype: torch.dtype, with_
     for kv_heads in (N, 2, 1):
         leaves = inputs(length, kv_heads, dtype)
         check_part(cp, comm, leaves, ids, ScoreRule(), expected(leaves, ids), 0.0)
+
+
+def check_cut(place: Place, dtype: torch.dtype, with_documents: bool) -> None:
+    """A gather in as many messages as there are key/value heads: what one process computes, in as many bytes as one message has."""
+    cp = context_axis(place)
+    length = 2 * cp.size * CHUNK
+    ids = documents(length) if with_documents else None
+    for kv_heads in (N, 2, 1):
+        leaves = inputs(length, kv_heads, dtype)
+        whole, sent = expected(leaves, ids), []
+        for least in (1 << 30, 1):
+            cp.recorder.traffic.clear()
+            with mock.patch.object(context, "LEAST_MESSAGE", least):
+                check_part(cp, "all_gather", leaves, ids, ScoreRule(), whole, 0.0)
+            sent.append({key: (one.calls, one.bytes) for key, one in cp.recorder.traffic.items()})
+        assert sent[1] == {key: (calls * kv_heads, size) for key, (calls, size) in sent[0].items()} and len(sent[0]) == 2
 
 
 def in_windows(leaves: list[Tensor], rule: ScoreRule, document_ids: Tensor | None) -> list[Tensor]:
@@ -179,6 +198,20 @@ def check_exchange(place: Place) -> None:
 @pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
 def test_ranks_compute_what_one_process_computes(cluster: Cluster, size: int, comm: str, dtype: torch.dtype, with_documents: bool) -> None:
     cluster.run(size, check_against_one_process, comm, dtype, with_documents)
+
+
+@SIZES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
+def test_a_gather_in_several_messages(cluster: Cluster, size: int, dtype: torch.dtype, with_documents: bool) -> None:
+    cluster.run(size, check_cut, dtype, with_documents)
+
+
+@pytest.mark.parametrize(("kv_heads", "size", "messages"), [(8, 4 << 20, 4), (8, (4 << 20) - 32, 1), (6, 3 << 20, 2), (3, 64 << 20, 1)])
+def test_small_gathers_are_one_message(kv_heads: int, size: int, messages: int) -> None:
+    """``size``: bytes that all ranks have together."""
+    axis = Axis("cp", 0, (0, 1), None, Recorder())
+    assert context._messages(torch.empty(1, 1, 1, kv_heads, size // 2 // kv_heads, dtype=torch.int8), axis) == messages
 
 
 @SIZES

@@ -101,6 +101,9 @@ def test_every_preset_runs(name: str) -> None:
     assert resolved.warnings == ()
 
 
+PAIRS: dict[str, Any] = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)}
+
+
 @pytest.mark.parametrize(
     ("given", "world_size"),
     [
@@ -121,6 +124,9 @@ def test_every_preset_runs(name: str) -> None:
         (INTERLEAVED | {"virtual_pipeline_model_parallel_size": 2, "global_batch_size": 4, "pipeline_layer_split": (1, 1, 1, 1)}, 2),
         ({"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 24}, 8),
         ({"fp16": True, "grad_reduce_in_bf16": True}, 2),
+        ({"context_parallel_size": 4, "cp_comm_type": "a2a", "num_key_value_heads": 2}, 4),
+        ({"context_parallel_size": 8, **PAIRS, "hierarchical_context_parallel_sizes": (4, 2), "tensor_model_parallel_size": 2}, 16),
+        ({"cp_comm_type": "a2a"}, 2),
     ],
 )
 def test_what_fits_is_accepted(given: dict[str, Any], world_size: int) -> None:
@@ -151,6 +157,31 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"tensor_model_parallel_size": 4, "intermediate_size": 98}, 4, "--tensor-model-parallel-size: got 4 ... choose 2 or 7"),
         ({"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 33}, 2, "--seq-length: got 33 ... choose 32 or 34"),
         ({"context_parallel_size": 2, "seq_length": 2046}, 2, "--seq-length: got 2046, expected a multiple of 2 x cp 2 = 4; choose 2044 or 2048"),
+        (
+            {"context_parallel_size": 16, "cp_comm_type": "a2a", "seq_length": 64},
+            16,
+            "--cp-comm-type: got a2a over 16 ranks, expected a divisor of the 8 query heads of a tensor-parallel rank ... give "
+            "--hierarchical-context-parallel-sizes 8 2 with --cp-comm-type a2a+p2p or --cp-comm-type p2p",
+        ),
+        (
+            {"context_parallel_size": 4, "cp_comm_type": "a2a", "tensor_model_parallel_size": 4},
+            16,
+            "a2a over 4 ranks, expected a divisor of the 2 query heads ... give --hierarchical-context-parallel-sizes 2 2 with --cp-comm-type a2a+p2p",
+        ),
+        (
+            {"context_parallel_size": 4, **PAIRS, "tensor_model_parallel_size": 8},
+            32,
+            "a2a+p2p over 2 ranks, expected a divisor of the 1 query heads ... give --cp-comm-type p2p",
+        ),
+        (
+            {"context_parallel_size": 8, **PAIRS},
+            8,
+            "--hierarchical-context-parallel-sizes: got 2 2 ... whose product is --context-parallel-size 8; give "
+            "--hierarchical-context-parallel-sizes 4 2 with --cp-comm-type a2a+p2p or --cp-comm-type a2a or --cp-comm-type p2p",
+        ),
+        ({"context_parallel_size": 4, "cp_comm_type": "a2a+p2p"}, 4, "--hierarchical-context-parallel-sizes: got none, expected the ranks of a group"),
+        ({"context_parallel_size": 4, **PAIRS, "hierarchical_context_parallel_sizes": (4, 1)}, 4, "--hierarchical-context-parallel-sizes: got 4 1"),
+        ({"context_parallel_size": 4, **PAIRS, "cp_comm_type": "a2a"}, 4, "--hierarchical-context-parallel-sizes: got --cp-comm-type a2a, expected"),
         ({"context_parallel_size": 3, "tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 128}, 6, "choose 120 or 132"),
         ({"pipeline_model_parallel_size": 3, "num_hidden_layers": 32}, 3, "got 3 stages ... choose 2 or 4 stages, or give"),
         (INTERLEAVED | {"virtual_pipeline_model_parallel_size": 3, "num_hidden_layers": 8}, 2, "got 6 stages ... choose 4 or 8 stages"),

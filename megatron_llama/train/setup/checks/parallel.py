@@ -48,6 +48,10 @@ def parallel_problems(config: Config, world_size: int) -> Iterator[str]:
         do = f"choose {nearest_divisors(heads, tp) if tp < heads else nearest_multiples(tp, heads)}"
         yield describe("--tensor-model-parallel-size", got=tp, expected=wanted, do=do)
     yield from _sequence_problems(config)
+    if parallel.cp_comm_type.startswith("a2a") or parallel.hierarchical_context_parallel_sizes:
+        from megatron_llama.train.setup.checks import head_exchange  # of few runs
+
+        yield from head_exchange.context_problems(config)
     yield from _sharding_problems(config, 0 if world is not None else world_size // (tp * pp))
     if model.num_hidden_layers > 0:
         # The number of blocks that may recompute is known only for stages that can be built.
