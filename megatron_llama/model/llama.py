@@ -105,12 +105,8 @@ class StageOptions:
 
     def linear(self, tp: Axis, *, bias: bool) -> LinearOptions:
         """Return how a linear layer is spread over tp."""
-        return {
-            "tp": tp,
-            "sequence_parallel": self.sequence_parallel,
-            "bias": bias,
-            "overlap": self.tp_overlap,
-        }
+        sequence = self.sequence_parallel
+        return LinearOptions(tp=tp, sequence_parallel=sequence, bias=bias, overlap=self.tp_overlap)
 
     def recompute_of(self, position: int) -> Granularity:
         """Return the granularity at which the block at this position of the stage recomputes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -247,8 +247,8 @@ class LinearOptions(TypedDict):
 
     tp: Axis
     sequence_parallel: bool
-    bias: bool
-    overlap: TensorOverlap | None
+    bias: NotRequired[bool]
+    overlap: NotRequired[TensorOverlap | None]
     """Hides the gather of an input, or the sum of outputs; None: it is waited for."""
 
 
@@ -256,22 +256,13 @@ class ColumnLinear(nn.Module):
     """A linear layer whose outputs are split over tp: [s or s/tp, b, inputs] to [s, b, outputs /
     tp]."""
 
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        *,
-        tp: Axis,
-        sequence_parallel: bool,
-        bias: bool = False,
-        overlap: TensorOverlap | None = None,
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, **spread: Unpack[LinearOptions]) -> None:
         super().__init__()
-        self.tp = tp
-        self.sequence_parallel = sequence_parallel
-        self.overlap = overlap
+        self.tp = tp = spread["tp"]
+        self.sequence_parallel = spread["sequence_parallel"]
+        self.overlap = spread.get("overlap")
         self.weight = empty_weight(outputs // tp.size, inputs)
-        self.bias = empty_weight(outputs // tp.size) if bias else None
+        self.bias = empty_weight(outputs // tp.size) if spread.get("bias") else None
         self.adapters: nn.Module | None = None
         """A low-rank addition to the output (``model/nn/lora.py``)."""
 
@@ -304,22 +295,13 @@ class RowLinear(nn.Module):
     """A linear layer whose inputs are split over tp: [s, b, inputs / tp] to [s or s/tp, b,
     outputs], summed over tp."""
 
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        *,
-        tp: Axis,
-        sequence_parallel: bool,
-        bias: bool = False,
-        overlap: TensorOverlap | None = None,
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, **spread: Unpack[LinearOptions]) -> None:
         super().__init__()
-        self.tp = tp
-        self.sequence_parallel = sequence_parallel
-        self.overlap = overlap
+        self.tp = tp = spread["tp"]
+        self.sequence_parallel = spread["sequence_parallel"]
+        self.overlap = spread.get("overlap")
         self.weight = empty_weight(outputs, inputs // tp.size)
-        self.bias = empty_weight(outputs) if bias else None
+        self.bias = empty_weight(outputs) if spread.get("bias") else None
         self.adapters: nn.Module | None = None
         """A low-rank addition to the output (``model/nn/lora.py``)."""
 

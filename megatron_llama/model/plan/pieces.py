@@ -6,10 +6,7 @@ much of each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_llama.config.schema import Config
-from megatron_llama.model.plan.itemsize import compute_itemsize
 
 SYMMETRIC = "symm_mem"
 """The value that means torch's fused operators over symmetric memory instead of pieces."""
@@ -42,44 +39,3 @@ def chosen_pieces(config: Config) -> int:
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     tokens = training.micro_batch_size * training.seq_length // ranks
     return max(1, min(MOST_PIECES, tokens // FEW_TOKENS))
-
-
-@dataclass(frozen=True)
-class BlockMessages:
-    """The messages over tp of one transformer block and one microbatch: number and bytes, of whole
-    tensors as the recorder of a run counts them."""
-
-    forward: int
-    forward_bytes: int
-    backward: int
-    backward_bytes: int
-    piece_bytes: int
-    """The largest gathered piece: two of them exist at once in a forward pass."""
-
-
-def block_messages(config: Config) -> BlockMessages:
-    """Count the messages of a block without recomputation and low-rank additions, all of whose
-    weights are trained. ``config`` is resolved."""
-    parallel = config.parallel
-    training = config.training
-    tp = parallel.tensor_model_parallel_size
-    if tp == 1:
-        return BlockMessages(0, 0, 0, 0, 0)
-    rows = training.seq_length // parallel.context_parallel_size
-    row_bytes = training.micro_batch_size * config.model.hidden_size * compute_itemsize(config)
-    stream = rows * row_bytes
-    if not parallel.sequence_parallel:
-        # Two sums forward, of the outputs, and two backward, of the inputs' gradients.
-        sums = 2 * len(piece_spans(rows, chosen_pieces(config)))
-        return BlockMessages(sums, 2 * stream, 2, 2 * stream, 0)
-    spans = piece_spans(rows // tp, chosen_pieces(config))
-    largest = max(span.stop - span.start for span in spans)
-    # Backward a row-parallel layer gathers its gradient in pieces; a column-parallel one gathers
-    # its input again, and scatters its sums, each under a product.
-    return BlockMessages(
-        forward=4 * len(spans),
-        forward_bytes=4 * stream,
-        backward=2 * len(spans) + 4,
-        backward_bytes=6 * stream,
-        piece_bytes=tp * largest * row_bytes,
-    )

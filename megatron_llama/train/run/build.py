@@ -34,7 +34,6 @@ from megatron_llama.train.run.export import Export
 from megatron_llama.train.run.loop import BuiltRun
 from megatron_llama.train.run.prefetch import Interrupts, Prefetcher
 from megatron_llama.train.run.progress import Progress
-from megatron_llama.train.run.text_samples import SampleTexts
 from megatron_llama.train.run.validation import Evaluator, Validation
 from megatron_llama.train.setup.banner import already_finished, describe_run
 from megatron_llama.train.setup.build import (
@@ -165,6 +164,11 @@ def open_run(
         course = Course(state, bad_steps.is_last)
         users = Callbacks(callbacks, course, mesh.recorder)
         progress = Progress(config, mesh, log, bad_steps, course, inputs.names)
+        texts = []
+        if inputs.prompts:
+            from megatron_llama.train.run.text_samples import SampleTexts  # which few runs need
+
+            texts.append(SampleTexts(config, mesh, runtime, inputs.tokenizer, inputs.prompts, log))
         evaluator = (
             Evaluator(config, mesh, runtime, inputs.validation, inputs.names)
             if inputs.validation is not None
@@ -216,7 +220,7 @@ def open_run(
                 Validation(config, mesh, evaluator, log, course, users),
                 users,
                 checkpoints,
-                SampleTexts(config, mesh, runtime, inputs.tokenizer, inputs.prompts, log),
+                *texts,
                 data_files,
                 *tracing,
                 export,

@@ -33,15 +33,13 @@ class SampleTexts(Part):
         prompts: Sequence[Sequence[int]],
         log: MetricLog,
     ) -> None:
-        """``prompts``: those of ``encoded_prompts``."""
+        """``prompts``: those of ``encoded_prompts``, at least one."""
         self._options = config.log
         self._log = log
         self._runtime = runtime
         self._mesh = mesh
         self._tokenizer = tokenizer
         self._prompts = prompts
-        if not prompts:
-            return
         longest = max(map(len, prompts)) + self._options.sample_tokens
         parallel = config.parallel
         # Context parallelism cuts a sequence into 2 x cp chunks. Sequence parallelism divides each

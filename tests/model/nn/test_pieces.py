@@ -22,7 +22,8 @@ from megatron_llama.model.nn.ops import PLAIN
 from megatron_llama.model.nn.overlap import TensorOverlap, tensor_overlap
 from megatron_llama.model.nn.pieces import InPieces
 from megatron_llama.model.nn.symmetric import Operators, SymmetricMemory
-from megatron_llama.model.plan.pieces import block_messages, chosen_pieces, piece_spans
+from megatron_llama.model.plan.pieces import chosen_pieces, piece_spans
+from megatron_llama.model.plan.tensor_messages import block_messages
 from megatron_llama.train.setup.resolve import problems
 from torch import Tensor, nn
 from torch.distributed._symmetric_memory import _fused_all_gather_matmul_fallback, _fused_matmul_reduce_scatter_fallback

@@ -24,7 +24,8 @@ from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD, strategy_na
 from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError, counted, listing
 from megatron_llama.model.plan.chunks import GRANULARITIES
-from megatron_llama.model.plan.pieces import block_messages, chosen_pieces
+from megatron_llama.model.plan.pieces import chosen_pieces
+from megatron_llama.model.plan.tensor_messages import block_messages
 from megatron_llama.model.presets import LLAMA_VOCABULARY
 from megatron_llama.schedule import Schedule
 from megatron_llama.train.commands.common.configs import DryRunConfig
