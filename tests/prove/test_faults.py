@@ -49,7 +49,7 @@ def rows() -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in lines]
 
 
-@pytest.mark.few(1, all=25)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fault", [pytest.param(fault, id=fault.name, marks=[] if fault.patch in SHORT else [pytest.mark.long]) for fault in CATALOGUE]
 )
