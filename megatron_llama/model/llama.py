@@ -231,9 +231,8 @@ class Attention(nn.Module):
             sin = positions.sliding_sin
         before = positions.continuation
         sizes = {"query": self.heads, "key": self.kv_heads}
-        documents = positions.documents
         is_whole = self.cp.size == 1 and self.cp_heads is None and before is None
-        if is_host(qkv.device) and is_whole and documents is None:
+        if is_host(qkv.device) and is_whole and positions.documents is None:
             return rotated_attention(qkv, cos, sin, **sizes, ops=self.ops, rule=rule)
         query, key, value = split_heads(qkv, cos, sin, **sizes, ops=self.ops)
         if before is not None:
@@ -241,21 +240,16 @@ class Attention(nn.Module):
                 self, query, key, value, positions.mask, rule=rule, backend=self.backend
             )
         if self.cp_heads is None:
-            return self._attend_to_heads(query, key, value, documents)
+            return self._attend_to(query, key, value, positions)
         from megatron_llama.engine.comm import head_exchange  # which few runs need
 
         heads = head_exchange.sequence_for_heads(query, key, value, self.cp_heads)
-        out = self._attend_to_heads(*heads, documents)
+        out = self._attend_to(*heads, positions)
         return head_exchange.heads_for_sequence(out, self.cp_heads)
 
-    def _attend_to_heads(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        documents: Documents | SplitDocuments | None,
-    ) -> Tensor:
+    def _attend_to(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
         rule = self.scores
+        documents = positions.documents
         if isinstance(documents, Documents):
             return document_attention(query, key, value, documents, rule, self.backend)
         if self.cp.size > 1:
