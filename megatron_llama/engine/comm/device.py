@@ -339,21 +339,6 @@ def host_event(device: torch.device) -> torch.Event:
     return event
 
 
-def physical_cores() -> tuple[int, ...]:
-    """Return one processor of each physical core that this process may use; all processors if the
-    system does not tell."""
-    allowed = (
-        sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else list(range(os.cpu_count() or 1))
-    )
-    first: dict[str, int] = {}
-    for cpu in allowed:
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        first.setdefault(siblings.read_text().strip() if siblings.exists() else str(cpu), cpu)
-    return tuple(first.values())
-
-
 def copy_to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
     """Start copying to the host. The copy is complete when the event has happened, which comes
     after everything that was issued so far; None means that it is complete now."""
