@@ -365,3 +365,30 @@ def message_pool(backend: Any) -> Any:
 def making_in(pool: Any, device: torch.device) -> AbstractContextManager[None]:
     """Let this thread make tensors of a device in a pool."""
     return torch.cuda.use_mem_pool(pool, device)
+
+
+def graph_pool() -> Any:
+    """Return the name of a memory pool, empty, that graphs may share."""
+    return torch.cuda.graph_pool_handle()
+
+
+def capture(
+    work: Callable[[], Any], pool: Any, stream: torch.Stream
+) -> tuple[Any, Callable[[], None]]:
+    """Note what ``work`` does in ``stream`` as a graph, with memory of ``pool``, and do none of it.
+    Returns the result of ``work``, and a function that does all in the caller's stream."""
+    graph = torch.cuda.CUDAGraph()
+    with on_stream(stream):
+        # Other threads may go on looking at the events of messages.
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            result = work()
+        finally:
+            graph.capture_end()
+    return result, graph.replay
+
+
+def release_memory(device: torch.device) -> None:
+    """Give unused memory back to the device. Waits for it."""
+    if not is_host(device):
+        torch.cuda.empty_cache()
