@@ -53,6 +53,7 @@ from megatron_llama.model.llama import build_stages
 from megatron_llama.model.presets import LLAMA_VOCABULARY
 from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.train.run.block_graphs import BlockGraphs
 from megatron_llama.train.setup.auto import decide
 from megatron_llama.train.setup.memory import MemoryPlan
 from megatron_llama.train.setup.processes import launched_processes
@@ -107,6 +108,9 @@ class Trial:
         self.runtime = PipelineRuntime(
             stages, self.engine, mesh, config, dtype=compute_dtype(config)
         )
+        self._graphs = None
+        if config.training.cuda_graph_scope == "block":
+            self._graphs = BlockGraphs(stages, self.engine, mesh)
 
     def load(self) -> None:
         """Initial weights, drawn on the device and gathered."""
@@ -127,6 +131,11 @@ class Trial:
                 else:
                     parameter.data.fill_(1.0)
 
+    def begin_graphs(self) -> None:
+        """Let the blocks run as graphs, if they are to. Called after a step."""
+        if self._graphs is not None:
+            self._graphs.begin()
+
     def train(self, batches: Sequence[Batch], steps: int) -> None:
         """So many steps, to the last message."""
         optimizer = self.config.optimizer
@@ -134,6 +143,7 @@ class Trial:
             self.engine.announce_step(optimizer.lr, clip=optimizer.clip_grad)
             self.runtime.step(batches)
             self.engine.step(optimizer.lr, clip=optimizer.clip_grad)
+            self.begin_graphs()
         self.engine.settle()
         devices.synchronize(self.mesh.device)
 

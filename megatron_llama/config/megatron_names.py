@@ -239,6 +239,13 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         "exit_on_missing_checkpoint": Alias(
             value="true", help="only --load auto begins without a checkpoint" + _UNCHANGED
         ),
+        **_all_alike(
+            "enable_cuda_graph external_cuda_graph",
+            Alias(value="false", help="give --cuda-graph-scope block: graphs of whole blocks"),
+        ),
+        "cuda_graph_impl": Alias(
+            convert=only("none", "local"), help="--cuda-graph-scope alone decides" + _UNCHANGED
+        ),
         "exit_signal_handler": Alias(
             value="true", help="SIGTERM always ends a run with a save" + _UNCHANGED
         ),

@@ -495,6 +495,12 @@ class TrainingConfig:
     """Compile what layers compute between matrix products (torch.compile): each becomes one pass
     over its tensors. The first step takes a minute longer; without a compiler on the machine a
     warning is printed and nothing else changes. Not worth it for tiny models."""
+    cuda_graph_scope: Literal["none", "block"] = option(
+        "none", small=left_out("it captures kernels of GPUs")
+    )
+    """On a GPU: capture the forward and the backward pass of each block as CUDA graphs, which the
+    host starts by one call (block). For layers that take the GPU less time than the host, as small
+    ones under --tensor-model-parallel-size 8. Not measured yet."""
     on_bad_step: Literal["stop", "skip", "rollback"] = option(
         "stop", small=NO_BAD_STEP, draws=("skip", "rollback")
     )

@@ -30,7 +30,7 @@ class _WithGradient(torch.autograd.Function):
         return ctx.grad, None
 
 
-def backward(output: Tensor, grad: Tensor) -> None:
+def backward(output: Tensor, grad: Tensor, *, retain_graph: bool = False) -> None:
     """Run ``torch.autograd.backward(output, grad)`` without torch's check of the gradient's shape.
 
     For that check torch imports sympy, which is half a second of a program's start."""
@@ -38,4 +38,4 @@ def backward(output: Tensor, grad: Tensor) -> None:
         torch.enable_grad()
     ):  # recomputation calls this inside a backward pass, which has no grad mode
         scalar = _WithGradient.apply(output, grad)  # type: ignore[no-untyped-call]
-    torch.autograd.backward(scalar)
+    torch.autograd.backward(scalar, retain_graph=retain_graph)

@@ -65,6 +65,13 @@ def separate_queues(environ: MutableMapping[str, str] | None = None) -> None:
     env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
+def register_no_graphs(environ: MutableMapping[str, str] | None = None) -> None:
+    """Let NCCL leave the memory of captured messages as it is: registering it is not safe in
+    segments that grow. Called before a graph is captured."""
+    env = os.environ if environ is None else environ
+    env.setdefault("NCCL_GRAPH_REGISTER", "0")
+
+
 def fix_sums(environ: MutableMapping[str, str] | None = None) -> None:
     """Let cuBLAS and NCCL sum in a fixed order, for --deterministic-mode. Called before the device
     is used. Raises ConfigError where the environment asks for something else."""

@@ -54,7 +54,9 @@ class Coefficients:
     logits: float = 2.0
     """Passes over the fp32 logits in the forward pass."""
     launch: float = 150e-6
-    """Seconds that the host needs to start a block's forward pass."""
+    """Seconds that the host needs to start a block's forward pass. Published runs hardly depend on
+    it. A block's 88 to 116 operators, forward and backward, would take two to three times as long
+    at ten microseconds each, which is an assumption too: ``plan calibrate`` measures it."""
     launch_old: float = 1e-3
     """The same in trainers of many small kernels."""
     pcie: float = 0.8

@@ -17,6 +17,9 @@ CAUSAL = 0.5
 SHARPNESS = 4
 """Exponent of the norm that joins the times of device and host. The larger it is, the more the
 slower of the two decides."""
+GRAPH = 0.2
+"""Share of the host's time for a block that is left if its passes run as graphs: to wait for the
+weights, to report the gradients, and one launch in place of some forty. Assumed, not measured."""
 OLD = ("megatron", "aleph")
 """Trainers from before 2023, whose blocks are many small kernels."""
 
@@ -147,7 +150,7 @@ class Kernels:
             products * scale,
             self.attention() * scale,
             self.memory() * scale,
-            launch=launch * (0.5 if traits.compiled else 1.0),
+            launch=launch * (0.5 if traits.compiled else 1.0) * (GRAPH if self.job.graphs else 1.0),
         )
 
     def backward(self, forward: PassTime) -> PassTime:

@@ -179,6 +179,8 @@ class TrainingJob:
     """Bytes of an activation's or weight's element in computation."""
     trained: TrainedShare = TrainedShare()
     offload: HostOptimizer | None = None
+    graphs: bool = False
+    """Whether the passes of blocks run as graphs."""
 
     @property
     def tokens(self) -> int:
@@ -346,6 +348,7 @@ def job_of(config: Config, machine: Machine) -> TrainingJob:
             replace(model, rope_scaling=None), tp, config.optimizer.freeze, config.lora
         ),
         offload=_host_optimizer(config, itemsize),
+        graphs=training.cuda_graph_scope == "block",
     )
 
 

@@ -15,7 +15,6 @@ import torch
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config, TrainingConfig
-from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.comm.streams import Future
 from megatron_llama.engine.comm.worker import Task
 from megatron_llama.engine.mesh import Mesh
@@ -23,7 +22,7 @@ from megatron_llama.engine.offload.build import Neighbour, place_among
 from megatron_llama.engine.offload.copies import Copy, HostCopies
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
-from megatron_llama.engine.offload.worker import HostWorker
+from megatron_llama.engine.offload.worker import HostWorker, physical_cores
 from megatron_llama.engine.offload_options import OffloadConfig
 from megatron_llama.engine.pieces import held_memory, step_counts
 from megatron_llama.engine.plan.memory import state_bytes
@@ -407,7 +406,7 @@ def cores_of(run: Trainer) -> set[int]:
 
 @pytest.mark.tries("offload_cores")
 def test_the_worker_runs_where_it_is_told() -> None:
-    here = devices.physical_cores()
+    here = physical_cores()
     for option, expected in (("auto", set(here)), (str(here[-1]), {here[-1]})):
         assert cores_of(trainer(SINGLE, Layout(offload=replace(EXACT, offload_cores=option)))) == expected
 

@@ -14,6 +14,7 @@ from megatron_llama.data.upload import Upload
 from megatron_llama.engine.comm import device as devices
 from megatron_llama.launch.launcher import Place
 from megatron_llama.metrics.readback import Readback
+from megatron_llama.train.run.block_graphs import BlockGraphs
 
 from tests.parallel.cases import OPTIMIZER, STRATEGIES, Layout, Trainer, trainer
 
@@ -91,3 +92,28 @@ def test_the_device_trains_what_the_host_trains(strategy: str) -> None:
     (loss, norm), (host_loss, host_norm) = there.step(3), here.step(3)
     assert float(loss) == pytest.approx(float(host_loss), rel=1e-5)
     assert float(norm) == pytest.approx(float(host_norm), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(bf16=True, microbatches=2, recompute=recompute, strategy=strategy) for recompute in ("none", "selective", "full") for strategy in STRATEGIES],
+    ids=lambda layout: f"{layout.strategy} {layout.name}",
+)
+def test_blocks_as_graphs_train_the_same_bits(layout: Layout) -> None:
+    """What a host shows by running a pass again (``tests/train/run/test_block_graphs.py``), of passes that a device has captured."""
+    found = []
+    for replayed in (False, True):
+        with devices.deterministic(wanted=True):
+            run = trainer(Place(0, 1, 0), layout, device=devices.accelerator(0))
+            graphs = BlockGraphs(run.stages, run.optimizer, run.mesh) if replayed else None
+            steps = []
+            for index in range(5):
+                steps.append(run.step(index))
+                if graphs is not None:
+                    graphs.begin()
+            assert graphs is None or graphs.buffers == 1
+            run.optimizer.settle()
+            found.append(([loss.item() for loss, _ in steps], [master.clone() for master in run.optimizer.masters]))
+            run.optimizer.close()
+    (losses, masters), (expected, weights) = found
+    assert losses == expected and all(torch.equal(*pair) for pair in zip(masters, weights, strict=True))

@@ -20,7 +20,7 @@ from megatron_llama.planner.context_traffic import context_traffic
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import CPU, GPUS, gpu_named, gpu_of_device
 from megatron_llama.planner.inputs import layout_named
-from megatron_llama.planner.kernels import Kernels
+from megatron_llama.planner.kernels import GRAPH, Kernels
 from megatron_llama.planner.links import rank_group, rank_groups
 from megatron_llama.planner.report import command, label
 from megatron_llama.planner.search import candidates, enough_gpus, search
@@ -29,6 +29,7 @@ from megatron_llama.planner.steps import block_time, estimate
 from megatron_llama.planner.training_job import Machine, job_of
 from megatron_llama.schedule import Costs, Op, schedule_named
 from megatron_llama.schedule import simulate as replayed
+from megatron_llama.train.setup.graph_memory import graph_bytes
 from megatron_llama.train.setup.memory import MemoryPlan
 from megatron_llama.train.setup.resolve import problems, resolve
 
@@ -105,6 +106,16 @@ def test_the_simulated_step_is_near_the_closed_form(name: str) -> None:
     parts = plan.step_time
     assert parts.compute > 0.6 * plan.seconds
     assert (parts.bubble > 0) == (plan.job.pp > 1) and (parts.tensor > 0) == (plan.job.tp > 1) and (parts.context > 0) == (plan.job.cp > 1)
+
+
+def test_graphs_of_blocks_take_memory_and_save_the_host_time() -> None:
+    plain = config("llama3-8b", 8, tensor_model_parallel_size=8)
+    graphs = replace(plain, training=replace(plain.training, cuda_graph_scope="block"))
+    without, with_graphs = (Candidate(resolve(chosen, 8), machine(8), FITTED) for chosen in (plain, graphs))
+    added = graph_bytes(without.short, 0, "none", 0)
+    assert added > 0 and with_graphs.needed - without.needed == added
+    launches = [Kernels(plan.job, FITTED).forward().launch for plan in (without, with_graphs)]
+    assert launches[1] == GRAPH * launches[0] and with_graphs.seconds < without.seconds
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

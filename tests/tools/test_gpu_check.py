@@ -3,6 +3,7 @@ whole parts with tiny models."""
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
@@ -12,6 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from megatron_llama.config.schema import Config
 from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError
 from megatron_llama.model.presets import PRESETS
@@ -21,8 +25,10 @@ from tools.gpucheck.__main__ import EXAMPLE_MEMORY, check, main, parse
 from tools.gpucheck.figures import UNMEASURED
 from tools.gpucheck.parts import DECISIVE, FULL, Part, Setting, all_parts, configuration, layers_that_fit, marked
 from tools.gpucheck.report import BEGUN, Outcome, markdown, read, rows_of, write
-from tools.step.worker import Sample
+from tools.step.contenders import Entry
+from tools.step.worker import Sample, Task, _measure
 
+from tests.train.run.rerun_graphs import rerunning
 from tools import bench_links
 
 ROOT = Path(__file__).parents[2]
@@ -299,8 +305,36 @@ def test_switches_between_processes(name: str, tmp_path: Path) -> None:
     assert len(rows) == 2 and rows[0]["ratio"] == 1.0 and all(row["same_losses"] == "yes" and row["step_ms"] > 0 for row in rows)
 
 
+def test_graphs_of_one_of_eight_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tiny part, whose turns replay by running again, in this process: on a host nothing else replays."""
+    [whole] = [part for part in all_parts(Setting(tmp_path, EXAMPLE_MEMORY)) if part.name == "ab-graphs"]
+    assert "--tensor-model-parallel-size 8 --emulate-dp 8 " in " ".join(whole.command) and whole.obstacle is None
+    [part] = [part for part in all_parts(Setting(tmp_path, EXAMPLE_MEMORY, tiny=True, gpus=0)) if part.name == "ab-graphs"]
+    assert part.obstacle == "needs a GPU"
+    replays = []
+
+    def alone(config: Config, options: ab.AbConfig) -> Sample:
+        torch.manual_seed(0)  # as a process begins with one seed
+        with rerunning() as told:
+            measure = _measure(Task(Entry("ours", "bf16"), config, 0, options.emulate_dp))
+            before = measure(options.warmup).losses
+            sample = measure(options.steps)
+        dist.destroy_process_group()
+        gc.unfreeze()
+        replays.append(told.count("replay"))
+        return replace(sample, losses=before + sample.losses)
+
+    monkeypatch.setattr(ab, "alone", alone)
+    place = part.command.index("graphs")
+    assert ab.main([*part.command[place:]]) == 0
+    assert replays == [0, 4, 0, 4], "one step of one microbatch through two blocks, forward and backward, in each of two rounds"
+    rows = json.loads((tmp_path / "ab-graphs.json").read_text())
+    assert [(row["variant"], row["same_losses"]) for row in rows] == [("off", "yes"), ("on", "yes")]
+    assert "graphs: on: " in capsys.readouterr().out
+
+
 def test_what_is_no_switch_is_refused() -> None:
-    with pytest.raises(ConfigError, match="SWITCH: got nothing, expected one of attention, flash-attention-3, deterministic"):
+    with pytest.raises(ConfigError, match="SWITCH: got nothing, expected one of attention, flash-attention-3, graphs, deterministic"):
         ab.main(["nothing"])
 
 
@@ -312,6 +346,9 @@ def test_rows_of_a_switch() -> None:
         ("on", 3500.0, 2.5, "no"),
     ]
     assert [row.same_losses for row in ab.rows_of("attention", {"flash": samples[:1]})] == ["one turn"]
+    other = [replace(sample, losses=(2.0, 3.0)) for sample in samples[:2]]
+    for switch, alike in (("attention", "yes"), ("graphs", "no")):
+        assert [row.same_losses for row in ab.rows_of(switch, {"off": samples[:2], "on": other})] == ["yes", alike], switch
 
 
 def test_figures_become_rows_of_the_documentation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

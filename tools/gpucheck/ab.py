@@ -8,7 +8,8 @@ variant has the memory, and what is chosen once for a process is chosen again. U
 turns run in the same processes, each with communicators of its own.
 
 Columns: *ratio* is the time of a step over that of the first variant, median over rounds. *same
-losses* says whether all turns of a variant gave the same losses to the bit.
+losses* says whether all turns of a variant gave the same losses to the bit; of a switch that may
+change none, also whether they are those of the first variant.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ SWITCHES: Mapping[str, Variants] = MappingProxyType(
             "flash": ("--attention-backend", "flash"),
             "fa3": ("--attention-backend", "fa3"),
         },
+        "graphs": {"off": (), "on": ("--cuda-graph-scope", "block")},
         "deterministic": {"off": (), "on": ("--deterministic-mode",)},
         "grad-reduce-in-bf16": {"off": (), "on": ("--grad-reduce-in-bf16",)},
         "priority": {
@@ -70,6 +72,8 @@ SWITCHES: Mapping[str, Variants] = MappingProxyType(
     }
 )
 """The options of each variant; the first one is the baseline."""
+EXACT = frozenset({"graphs"})
+"""Switches that change no bit: every variant has to give the losses of the first."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,8 @@ class AbConfig:
     warmup: int = 2
     """Steps of a turn before these."""
     emulate_dp: int = 1
-    """With one process: it has the state of one of so many data-parallel ranks, whose messages go
-    nowhere."""
+    """With one process: it has the state of one of so many ranks, data-parallel ones or as the
+    options share them out, whose messages go nowhere."""
     json: str | None = None
     """Also write the rows into this file."""
 
@@ -110,7 +114,8 @@ def rows_of(switch: str, turns: Mapping[str, Sequence[Sample]]) -> list[Row]:
         if not samples:
             continue
         pairs = zip(samples, base, strict=False)
-        alike = "yes" if len({sample.losses for sample in samples}) == 1 else "no"
+        compared = (*samples, *base) if switch in EXACT else samples
+        alike = "yes" if len({sample.losses for sample in compared}) == 1 else "no"
         rows.append(
             Row(
                 switch,

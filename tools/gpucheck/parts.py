@@ -152,6 +152,7 @@ def all_parts(setting: Setting) -> list[Part]:
         *(_fitting(setting, *shape, 4096) for shape in SHAPES),
         _kernels(setting),
         *(_switch(setting, name, dp=dp) for name, dp in SWITCHES_ALONE),
+        _graphs(setting),
         replace(_switch(setting, "flash-attention-3", dp=1), obstacle=setting.flash3_obstacle),
         *(_between(setting, *switch) for switch in SWITCHES_BETWEEN),
         *(_emulated(setting, *shape, 4096) for shape in SHAPES),
@@ -210,6 +211,24 @@ def _switch(setting: Setting, name: str, *, dp: int) -> Part:
         words += f" --emulate-dp {dp}"
     title = f"{name}: off and on, 8B, {AB_LAYERS} layers, seq 8192" if not setting.tiny else name
     part = Part(f"ab-{name}", title, _module("gpucheck.ab", [name, *words.split()]), 150)
+    return _with_json(setting, part)
+
+
+def _graphs(setting: Setting) -> Part:
+    """Graphs of blocks, with the shapes of one of eight tensor-parallel ranks: its layers take the
+    device less time than the host needs to start their kernels."""
+    ranks = "2" if setting.tiny else "8"
+    model = f"--model llama3-8b --num-layers {min(AB_LAYERS, setting.layers or AB_LAYERS)}"
+    size = f"{model} --seq-length 4096 --micro-batch-size 1 --global-batch-size 2 --bf16"
+    words = TINY_STEP if setting.tiny else size
+    words += f" --tensor-model-parallel-size {ranks} --emulate-dp {ranks}"
+    part = Part(
+        "ab-graphs",
+        f"graphs: off and on, 8B, {AB_LAYERS} layers, seq 4096, one of {ranks} tp ranks",
+        _module("gpucheck.ab", ["graphs", *words.split()]),
+        150,
+        obstacle=None if setting.gpus else "needs a GPU",
+    )
     return _with_json(setting, part)
 
 

@@ -81,6 +81,7 @@ class Ours:
         loss = self._trial.runtime.step(self._batches)
         engine.step(self._lr, clip=self._clip)
         engine.settle()
+        self._trial.begin_graphs()
         return loss
 
 

@@ -40,6 +40,7 @@ from megatron_llama.pipeline.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.pipeline.scoring import predict_tokens
 from megatron_llama.train.run.bad_steps import BadSteps
+from megatron_llama.train.run.block_graphs import BlockGraphs
 from megatron_llama.train.run.callbacks import Step
 from megatron_llama.train.run.course import Course
 from megatron_llama.train.run.prefetch import Interrupts, Prefetcher
@@ -94,10 +95,15 @@ def record(layout: Layout, skip: Site | None = None) -> list[Event]:
     nothing.
 
     Raises RecordingError for a layout that no run may have."""
+    return recorded(partial(train, layout), layout.rank, layout.world_size, skip)
+
+
+def train(layout: Layout, recording: Recording) -> None:
+    """Do what the rank does. Raises RecordingError for a layout that no run may have."""
     wrong = problems(layout.config, layout.world_size)
     if wrong:
         raise RecordingError("; ".join(wrong))
-    return recorded(lambda it: _Run(layout, it).train(), layout.rank, layout.world_size, skip)
+    _Run(layout, recording).train()
 
 
 class _Run:
@@ -132,6 +138,9 @@ class _Run:
                 loader, mesh.world, Interrupts(), first_sample=0, device=mesh.device
             )
             notes = Notes(mesh.recorder, mesh.device)
+            graphs = None
+            if config.training.cuda_graph_scope == "block":
+                graphs = BlockGraphs(stages, optimizer, mesh)
             for iteration in range(1, self._layout.steps + 1):
                 batches = prefetcher.take(next_sample=0)
                 optimizer.announce_step(_LR, clip=clip)
@@ -142,6 +151,8 @@ class _Run:
                 update = optimizer.step(_LR, clip=clip, skip_update=bad_steps.skip_update(loss))
                 state = TrainState(iteration, 0)
                 step = Step.of(state, _LR, loss, update, {}, batches)
+                if graphs is not None:
+                    graphs.begin()
                 progress.record_step(state, step, last=last)
                 prefetcher.agreed_request()
                 if iteration == 2:
@@ -645,7 +656,13 @@ def _between_steps() -> dict[str, Layout]:
 def layouts() -> Mapping[str, Callable[[Site | None], list[Event]]]:
     """Return every layout by its name, as a function that records it: its argument is the site
     whose waits and records are left out."""
-    ours = {
+    ours = model_layouts()
+    return {**{name: partial(record, layout) for name, layout in ours.items()}, **user_layouts()}
+
+
+def model_layouts() -> Mapping[str, Layout]:
+    """Return the layouts of runs of our own model by their names."""
+    return {
         **_data_parallel(),
         **_between_steps(),
         **_offload(),
@@ -654,4 +671,3 @@ def layouts() -> Mapping[str, Callable[[Site | None], list[Event]]]:
         **_pipelines(),
         **_models(),
     }
-    return {**{name: partial(record, layout) for name, layout in ours.items()}, **user_layouts()}

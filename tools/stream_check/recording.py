@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -78,6 +78,14 @@ class _Storage:
     memory: Memory
     pooled: bool
     """Whether torch's allocator of pinned memory owns it, which waits for copies by itself."""
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """The events of a graph."""
+
+    captures: bool
+    events: list[Event] = field(default_factory=list)
 
 
 class Recording:
@@ -163,8 +171,24 @@ class Recording:
 
     def add(self, event: Event) -> None:
         """Append an event, unless the recording is over."""
-        if not self._over:
+        if self._over:
+            return
+        graph: _Noted | None = getattr(self._local, "graph", None)
+        if graph is not None:
+            graph.events.append(event)
+        # A capture makes and frees memory, and does nothing else. Its points order nothing.
+        if graph is None or not graph.captures or isinstance(event, Alloc | Free | Signal):
             self.events.append(event)
+
+    @contextmanager
+    def noting(self, *, captures: bool) -> Iterator[list[Event]]:
+        """A section whose events of this thread are those of a graph, which is captured or
+        replayed."""
+        graph = self._local.graph = _Noted(captures)
+        try:
+            yield graph.events
+        finally:
+            self._local.graph = None
 
     def close(self) -> None:
         """Take no more events: what is freed from now on belongs to no step."""
@@ -225,6 +249,10 @@ class Recording:
     def memory(self, tensor: Tensor) -> Memory:
         """Return where a tensor is."""
         return self.storage(tensor).memory
+
+    def memories(self) -> dict[int, Memory]:
+        """Return where the storages are that exist, by number."""
+        return {storage.number: storage.memory for storage in self._storages.values()}
 
     def asked(self, tensor: Tensor, address: int) -> None:
         """Note that the package has asked for the address of a tensor, to pin it perhaps."""

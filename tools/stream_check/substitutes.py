@@ -85,6 +85,7 @@ def _accelerator(recording: Recording) -> _Namespace:
         max_memory_allocated=lambda device=None: 0,
         get_device_capability=lambda device=None: (0, 0),
         is_available=lambda: True,
+        empty_cache=lambda: None,
     )
     return _Namespace(torch, cuda=cuda, Event=new_event)
 

@@ -339,21 +339,6 @@ def host_event(device: torch.device) -> torch.Event:
     return event
 
 
-def physical_cores() -> tuple[int, ...]:
-    """Return one processor of each physical core that this process may use; all processors if the
-    system does not tell."""
-    allowed = (
-        sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else list(range(os.cpu_count() or 1))
-    )
-    first: dict[str, int] = {}
-    for cpu in allowed:
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        first.setdefault(siblings.read_text().strip() if siblings.exists() else str(cpu), cpu)
-    return tuple(first.values())
-
-
 def copy_to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
     """Start copying to the host. The copy is complete when the event has happened, which comes
     after everything that was issued so far; None means that it is complete now."""
@@ -380,3 +365,30 @@ def message_pool(backend: Any) -> Any:
 def making_in(pool: Any, device: torch.device) -> AbstractContextManager[None]:
     """Let this thread make tensors of a device in a pool."""
     return torch.cuda.use_mem_pool(pool, device)
+
+
+def graph_pool() -> Any:
+    """Return the name of a memory pool, empty, that graphs may share."""
+    return torch.cuda.graph_pool_handle()
+
+
+def capture(
+    work: Callable[[], Any], pool: Any, stream: torch.Stream
+) -> tuple[Any, Callable[[], None]]:
+    """Note what ``work`` does in ``stream`` as a graph, with memory of ``pool``, and do none of it.
+    Returns the result of ``work``, and a function that does all in the caller's stream."""
+    graph = torch.cuda.CUDAGraph()
+    with on_stream(stream):
+        # Other threads may go on looking at the events of messages.
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            result = work()
+        finally:
+            graph.capture_end()
+    return result, graph.replay
+
+
+def release_memory(device: torch.device) -> None:
+    """Give unused memory back to the device. Waits for it."""
+    if not is_host(device):
+        torch.cuda.empty_cache()

@@ -13,7 +13,7 @@ from megatron_llama.engine.comm.host_memory import free_bytes
 from megatron_llama.engine.comm.machine import machine_name
 from megatron_llama.engine.comm.object_collectives import all_gather_object, raise_on_all_ranks
 from megatron_llama.engine.offload.copies import Copies, open_copies
-from megatron_llama.engine.offload.worker import HostWorker, rank_cores
+from megatron_llama.engine.offload.worker import HostWorker, physical_cores, rank_cores
 from megatron_llama.engine.offload_options import EXACT, ZENFLOW
 from megatron_llama.engine.plan.memory import sized, state_bytes
 from megatron_llama.engine.plan.offload import OffloadPlan, offload_plan
@@ -54,9 +54,7 @@ def offloaded_rules(inputs: RuleInputs) -> UpdateRules:
     # Without a device the rest of the training state is in the host's memory as well.
     on_device = state_bytes(options, bucket_plan)
     needed = plan.held + (sum(on_device.values()) if on_cpu else 0)
-    ranks = all_gather_object(
-        Neighbour(machine_name(), devices.physical_cores(), needed), mesh.world
-    )
+    ranks = all_gather_object(Neighbour(machine_name(), physical_cores(), needed), mesh.world)
     here = [rank for rank in ranks if rank.machine == ranks[mesh.rank].machine]
     cores_option = options.offload.offload_cores
     with raise_on_all_ranks(mesh.world):

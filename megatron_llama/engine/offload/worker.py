@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import torch
 
@@ -21,11 +22,26 @@ from megatron_llama.engine.offload_options import core_list
 from megatron_llama.errors import ConfigError, OffloadError, describe
 
 
+def physical_cores() -> tuple[int, ...]:
+    """Return one processor of each physical core that this process may use; all processors if the
+    system does not tell."""
+    allowed = (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1))
+    )
+    first: dict[str, int] = {}
+    for cpu in allowed:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        first.setdefault(siblings.read_text().strip() if siblings.exists() else str(cpu), cpu)
+    return tuple(first.values())
+
+
 def rank_cores(option: str, local_rank: int, local_ranks: int) -> tuple[int, ...]:
     """Return the processors of one of this machine's ``local_ranks`` ranks: an equal part of those
     that --offload-cores names (auto: one of each physical core). If there are fewer processors than
     ranks, ranks share. Raises ConfigError for processors that this process may not use."""
-    here = devices.physical_cores()
+    here = physical_cores()
     cores = here if option == "auto" else core_list(option)
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(here)
     missing = [core for core in cores if core not in allowed]

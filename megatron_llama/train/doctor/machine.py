@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.comm.host_memory import free_bytes
+from megatron_llama.engine.offload.worker import physical_cores
 from megatron_llama.engine.plan.memory import sized
 from megatron_llama.train.doctor.findings import Finding
 
@@ -38,7 +39,7 @@ TIMED_SECONDS = 0.2
 def processor() -> Iterator[Finding]:
     """Yield the host's processor and its speed."""
     yield Finding("name", processor_name())
-    cores = devices.physical_cores()
+    cores = physical_cores()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = f"torch takes {torch.get_num_threads()} threads"
     yield Finding("cores", f"{len(cores)} physical, {usable} processors; {threads}")

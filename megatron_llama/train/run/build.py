@@ -108,6 +108,11 @@ def open_run(
             from megatron_llama.train.run.replica_check import ReplicaCheck
 
             replica_check = [ReplicaCheck(config, optimizer, mesh)]
+        graphs = []
+        if config.training.cuda_graph_scope == "block":
+            from megatron_llama.train.run.graphs import Graphs
+
+            graphs = [Graphs(stages, optimizer, mesh)]
         loader = build_loader(
             config, inputs.training, data_rank=mesh.data_rank, data_size=mesh.data_size
         )
@@ -215,6 +220,7 @@ def open_run(
             # evaluation, whose loss a checkpoint has and which may end the run. At the end saves
             # are complete before the export.
             parts=(
+                *graphs,
                 progress,
                 *replica_check,
                 Validation(config, mesh, evaluator, log, course, users),

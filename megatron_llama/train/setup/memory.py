@@ -158,6 +158,12 @@ class MemoryPlan:
             in_chunks=self.in_chunks,
         )
 
+    def kept_by_blocks(self, stage: int, granularity: Granularity, recomputing: int) -> int:
+        """Return the bytes of ``kept`` that belong to the blocks."""
+        blocks = len(self.partition.layers[stage])
+        again = min(recomputing, blocks)
+        return self.shape.stage(blocks, granularity, again, first=False, last=False)
+
     def microbatch(self, rank: int, granularity: Granularity, recomputing: int) -> int:
         """Return the bytes that autograd keeps of one microbatch in all stages of a pipeline
         rank."""
@@ -175,7 +181,12 @@ class MemoryPlan:
         """Return the peak of everything but the state: the bytes between two actions with the
         working memory of a pass, or the working memory of the update, if that is more."""
         muon = planned_muon(self.options, self.bucket_plans[rank], tp=self._tp)
-        return max(
+        graphs = 0
+        if self.config.training.cuda_graph_scope == "block":
+            from megatron_llama.train.setup.graph_memory import graph_bytes
+
+            graphs = graph_bytes(self, rank, granularity, recomputing)
+        return graphs + max(
             self.between(rank, granularity, recomputing)
             + self._working(rank, granularity, recomputing),
             0 if muon is None else muon.working_bytes,

@@ -231,6 +231,13 @@ def _notes(given: Config, resolved: Config) -> Iterator[str]:
         yield f"--global-batch-size {size}: micro_batch_size {micro} x dp {size // micro}"
 
 
+def _graph_problems(config: Config) -> Iterator[str]:
+    if config.training.cuda_graph_scope != "none":
+        from megatron_llama.train.setup.checks.graphs import graph_problems
+
+        yield from graph_problems(config)
+
+
 def problems(config: Config, world_size: int) -> list[str]:
     """Return every problem of a configuration, resolved or not, one line each."""
     too_large = list(bound_problems(config, world_size))
@@ -257,6 +264,7 @@ def problems(config: Config, world_size: int) -> list[str]:
         *lora_problems(config),
         *bad_step_problems(config),
         *attention_problems(config),
+        *_graph_problems(config),
         *zenflow_problems(config),
         *run_problems(config),
         *data_order_problems(config),

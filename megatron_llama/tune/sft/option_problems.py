@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_llama.config.parse import Parsed, flag
-from megatron_llama.config.schema import DataConfig
+from megatron_llama.config.schema import DataConfig, TrainingConfig
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.train.setup.checks.ranges import value_problems
 from megatron_llama.tune.sft.fields import MESSAGE_PARTS, NO_LEARNING
@@ -53,6 +53,13 @@ def data_problems(parsed: Parsed, command: str) -> Iterator[str]:
             got="both",
             expected="one way to tell what evaluation reads",
             do="leave one out",
+        )
+    if parsed.get(TrainingConfig).cuda_graph_scope != "none":
+        yield describe(
+            "--cuda-graph-scope block",
+            got=command,
+            expected="pretrain: examples have many lengths, and each launches other kernels",
+            do="leave it out",
         )
 
 

@@ -1,0 +1,71 @@
+"""Options with which --cuda-graph-scope block cannot capture the passes of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from megatron_llama.config.parse import flag
+from megatron_llama.config.schema import Config
+from megatron_llama.engine.plan.buckets import BucketPlan
+from megatron_llama.errors import describe
+
+SPLIT = ("zb-h1", "zb-v")
+"""Schedules that keep weight gradients for later, with tensors that a graph would overwrite."""
+
+
+def graph_problems(config: Config) -> Iterator[str]:
+    """Yield the options that --cuda-graph-scope block excludes."""
+    parallel = config.parallel
+    training = config.training
+    alike = "passes that launch the same kernels each time"
+    excluded = (
+        (
+            parallel.pipeline_schedule in SPLIT,
+            f"--pipeline-schedule {parallel.pipeline_schedule}",
+            "whole backward passes: gpipe, 1f1b or interleaved",
+        ),
+        (
+            parallel.context_parallel_size > 1,
+            f"--context-parallel-size {parallel.context_parallel_size}",
+            "attention without messages",
+        ),
+        (config.data.reset_attention_mask, "--reset-attention-mask", alike),
+        (
+            bool(config.lora.lora_rank),
+            f"--lora-rank {config.lora.lora_rank}",
+            "a model that is trained whole",
+        ),
+        (bool(config.optimizer.freeze), flag("freeze"), "a model that is trained whole"),
+        (training.compile, "--compile", "kernels that nothing compiles again"),
+        (
+            config.log.record_timeline is not None,
+            "--record-timeline",
+            "messages whose times nobody asks for: a graph has no events of its own",
+        ),
+    )
+    for is_given, got, expected in excluded:
+        if is_given:
+            yield describe(
+                "--cuda-graph-scope block",
+                got=got,
+                expected=expected,
+                do="leave one of the two out",
+            )
+
+
+def slot_problem(bucket_plans: Iterable[BucketPlan], grad_slots: int) -> str | None:
+    """Return the problem of a block whose buckets share a gradient slot; None without one. All
+    gradients of a block are complete at the end of its backward pass, so it needs all of its slots
+    at once."""
+    for plan in bucket_plans:
+        for name, buckets in zip(plan.unit_names, plan.unit_buckets, strict=True):
+            used = [plan.gradient_slots[b] for b in buckets if plan.buckets[b].kind.trainable]
+            most = max(map(used.count, used), default=0)
+            if name.startswith("layers.") and most > 1:
+                return describe(
+                    "--cuda-graph-scope block",
+                    got=f"--grad-slots {grad_slots}",
+                    expected=f"room for the {len(used)} buckets of {name} at once",
+                    do=f"give --grad-slots {grad_slots * most}, or a larger --reduce-bucket-size",
+                )
+    return None
