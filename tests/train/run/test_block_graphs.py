@@ -80,6 +80,7 @@ LAYOUTS = (
     Layout(microbatches=2, recompute="full"),
     Layout(tp=2, sp=True, microbatches=2, tied=True),
     Layout(tp=2, kv_heads=1, microbatches=2, recompute="full"),
+    Layout(tp=2, sp=True, tp_comm="2", microbatches=2, recompute="full"),
     Layout(fp16=True, loss_scale=2.0**14, microbatches=2),
     *(Layout(dp=2, strategy=strategy, microbatches=2, bucket=100_000) for strategy in STRATEGIES),
     Layout(dp=2, strategy="optim_grads_params", slots="1", grad_slots=1, microbatches=2, early=True, clip=0.0),
@@ -151,7 +152,7 @@ def _train_with_moved_gradients(place: Place) -> str:
 
 
 EXCLUDED = (
-    "--pipeline-schedule zb-h1", "--pipeline-schedule zb-v", "--context-parallel-size 2", "--reset-attention-mask", "--lora-rank 4",
+    "--pipeline-schedule zb-h1", "--pipeline-schedule zb-v", "--context-parallel-size 2", "--tp-comm-overlap symm_mem", "--reset-attention-mask", "--lora-rank 4",
     "--freeze *embed_tokens*", "--compile", "--record-timeline spans.json",
 )
 

@@ -8,6 +8,7 @@ from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config
 from megatron_llama.engine.plan.buckets import BucketPlan
 from megatron_llama.errors import describe
+from megatron_llama.model.plan.pieces import SYMMETRIC
 
 SPLIT = ("zb-h1", "zb-v")
 """Schedules that keep weight gradients for later, with tensors that a graph would overwrite."""
@@ -28,6 +29,11 @@ def graph_problems(config: Config) -> Iterator[str]:
             parallel.context_parallel_size > 1,
             f"--context-parallel-size {parallel.context_parallel_size}",
             "attention without messages",
+        ),
+        (
+            parallel.tp_comm_overlap == SYMMETRIC,
+            f"--tp-comm-overlap {SYMMETRIC}",
+            "messages of NCCL: nothing shows that the fused operators can be captured",
         ),
         (config.data.reset_attention_mask, "--reset-attention-mask", alike),
         (
