@@ -97,6 +97,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "parallelism.data_parallel_shard_degree": f"{_SHARDING} optim_grads_params",
         "parallelism.fsdp_reshard_after_forward": "--param-slots",
         "parallelism.tensor_parallel_degree": "--tensor-model-parallel-size",
+        "parallelism.enable_async_tensor_parallel": "--tp-comm-overlap",
         "parallelism.context_parallel_degree": "--context-parallel-size",
         "parallelism.context_parallel_rotate_method": "--cp-comm-type",
         "parallelism.pipeline_parallel_degree": "--pipeline-model-parallel-size",

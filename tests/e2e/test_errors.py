@@ -66,7 +66,7 @@ CONFIGURATIONS: Mapping[str, tuple[int, dict[str, object], str]] = {
     "heads and tp": (
         3,
         {"tensor_model_parallel_size": 3, "num_attention_heads": 6, "hidden_size": 96, "intermediate_size": 96},
-        "train.setup.checks.parallel.parallel_problems:2",
+        "train.setup.checks.parallel.parallel_problems:3",
     ),
     "layers and pp": (3, {"pipeline_model_parallel_size": 3}, "train.setup.checks.parallel._pipeline_problems:2"),
     "microbatches of an interleaved schedule": (2, {**INTERLEAVED.options, "global_batch_size": 6}, "schedule.builders._microbatch_problems:2"),
