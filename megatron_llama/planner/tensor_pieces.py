@@ -26,40 +26,46 @@ def exposed_pieces(
         products[is_row].append(kernels.matmul(matmul) * scale)
     pieces = job.tensor_pieces
     whole = 2 * tp.reduce(job.stream)
+    times = _Pieces(pieces, tp, job.stream, 1 if job.sequence_parallel else 2)
 
-    def shown(exposed: float, sent: float) -> float:
-        return exposed + fit.parameters_exposed * (sent - exposed)
+    def shown(exposed: float) -> float:
+        return exposed + fit.parameters_exposed * (times.sent - exposed)
 
     if not job.sequence_parallel:
-        piece = tp.reduce(job.stream / pieces)
-        sent = pieces * piece
-        sums = (shown(_behind(product, piece, pieces), sent) for product in products[True])
-        return sum(sums), whole
-    piece = tp.gather(job.stream / pieces)
-    sent = pieces * piece
+        return sum(shown(times.behind(product)) for product in products[True]), whole
     own = 1 / job.tp
     # Keys and values with a weight of their own are multiplied with the same pieces as queries.
     *queries, gate = products[False]
-    columns = [sum(queries), gate]
-    forward = sum(shown(_before(product, own, piece, pieces), sent) for product in columns)
-    forward += sum(shown(_behind(product, piece, pieces), sent) for product in products[True])
-    gathered = (shown(_before(product, own, piece, pieces), sent) for product in products[True])
+    forward = sum(shown(times.before(product, own)) for product in (sum(queries), gate))
+    forward += sum(shown(times.behind(product)) for product in products[True])
+    gathered = sum(shown(times.before(product, own)) for product in products[True])
     # What column-parallel layers send backward is not cut: counted as it is without pieces.
-    return forward, whole / 2 + sum(gathered)
+    return forward, whole / 2 + gathered
 
 
-def _before(product: float, own: float, piece: float, pieces: int) -> float:
-    """Return the exposed seconds of pieces that are multiplied when they have arrived, after the
-    rank's own share of the rows."""
-    clock = own * product
-    for number in range(1, pieces + 1):
-        clock = max(clock, number * piece) + (1 - own) * product / pieces
-    return clock - product
+class _Pieces:
+    """The times of a message in pieces: ``collectives`` gathers or reduce-scatters each."""
 
+    def __init__(self, pieces: int, tp: RankGroup, size: float, collectives: int) -> None:
+        self._count = pieces
+        # Ranks wait for each other before the first piece. Then they are in step.
+        self._start = collectives * tp.latency
+        self._piece = collectives * (tp.gather(size / pieces) - tp.latency)
+        self.sent = self._start + pieces * self._piece
+        """Seconds of all pieces."""
 
-def _behind(product: float, piece: float, pieces: int) -> float:
-    """Return the exposed seconds of pieces that are sent when they have been multiplied."""
-    clock = 0.0
-    for number in range(1, pieces + 1):
-        clock = max(clock, number * product / pieces) + piece
-    return clock - product
+    def before(self, product: float, own: float) -> float:
+        """Return the exposed seconds of pieces that are multiplied when they have arrived, after
+        the rank's ``own`` share of the rows."""
+        clock = own * product
+        for number in range(1, self._count + 1):
+            arrival = self._start + number * self._piece
+            clock = max(clock, arrival) + (1 - own) * product / self._count
+        return clock - product
+
+    def behind(self, product: float) -> float:
+        """Return the exposed seconds of pieces that are sent when they have been multiplied."""
+        clock = self._start
+        for number in range(1, self._count + 1):
+            clock = max(clock, number * product / self._count) + self._piece
+        return clock - product
