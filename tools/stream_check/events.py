@@ -114,8 +114,8 @@ class Wait:
     token: int | None
     """None for an event that was never recorded: CUDA then does not wait at all."""
     through: tuple[Site, ...] = ()
-    """The places in ``engine/shard/`` that have called what waits: they decide that somebody waits,
-    and the engine how."""
+    """The places in ``engine/shard/`` and in layers that have called what waits: they decide that
+    somebody waits, and the engine how."""
 
 
 Event = Alloc | Free | RecordStream | Access | Signal | Wait

@@ -4,12 +4,11 @@ then finds nothing would not find it missing either."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 
 from tools.stream_check.events import Site
 from tools.stream_check.order import place
@@ -67,13 +66,8 @@ _CHECKING = "engine/shard/backward.py"
 _CHECK = "an access has waited already: this raises where the slot holds another unit meanwhile"
 
 
-_UNRECORDED: Mapping[str, str] = MappingProxyType(
-    {
-        "model/nn/head.py": "no layout here has so many logits that the head computes in chunks",
-        "model/nn/score.py": "no layout here trains a reward model",
-    }
-)
-"""Layers that nothing records."""
+_CHUNKS = "model/nn/head.py"
+_UNRECORDED = "no layout here has so many logits that the head computes in chunks"
 
 
 def reason(call: Call) -> str:
@@ -81,9 +75,8 @@ def reason(call: Call) -> str:
     called = call.text.partition("(")[0]
     if call.file.endswith(_CHECKING) and called.endswith(".wait_unsharded"):
         return _CHECK
-    for file, why in _UNRECORDED.items():
-        if call.file.endswith(file):
-            return why
+    if call.file.endswith(_CHUNKS):
+        return _UNRECORDED
     return _CLOCK if called in _MEASURING else ""
 
 

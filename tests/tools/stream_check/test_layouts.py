@@ -27,6 +27,7 @@ SOME = (
     "optim, between steps", "optim_grads_params, 2 gradient slots", "optim_grads, reduced in bf16",
     "optim_grads_params, shards of one rank", "exact offload, between steps", "muon, sp", "averaged weights, optim_grads_params",
     "1f1b, pipeline rank 1, optim", "cp in a ring, sp, documents", "a line for each step, and stragglers",
+    "sp in 2 pieces, recompute full, lora",
 )
 
 
@@ -54,7 +55,8 @@ def sites() -> Iterator[tuple[str, int, int]]:
 
 @pytest.mark.long
 def test_layouts_reach_every_wait_of_the_package() -> None:
-    reached = {(event.site.file, event.site.line) for name in SOME for event in recorded(name) if isinstance(event, (Signal, Wait))}
+    events = [event for name in SOME for event in recorded(name) if isinstance(event, (Signal, Wait))]
+    reached = {(site.file, site.line) for event in events for site in (event.site, *(event.through if isinstance(event, Wait) else ()))}
     found = list(sites())
     assert len(found) > 25
     missed = [(file, first) for file, first, last in found if not any((file, line) in reached for line in range(first, last + 1))]
