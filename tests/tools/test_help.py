@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "tools"
-INNER = {"overlap/measure.py"}
+INNER = {"overlap/measure.py", "overlap/context.py", "overlap/tensor.py"}
 """What a tool starts by itself, on each of its hosts."""
 SCRIPTS = sorted(
     name
