@@ -40,11 +40,9 @@ class InPieces:
         self.pieces = pieces
 
     def gather(self, shard: Tensor, tp: Axis) -> Pieces:
-        """See TensorOverlap."""
         return Pieces(shard, tp, self.pieces)
 
     def sum(self, x: Tensor | Recomputable, layer: RowLinear, addition: Tensor | None) -> Tensor:
-        """See TensorOverlap."""
         value, recompute = (x.value, x) if isinstance(x, Recomputable) else (x, None)
         out: Tensor = _PiecedRow.apply(  # type: ignore[no-untyped-call]
             value, layer, self.pieces, recompute, addition, layer.weight
@@ -98,7 +96,6 @@ class Pieces:
                 self._start()
 
     def products(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-        """See GatheredInput. The rank's own rows come first, under the first message."""
         shard = self._shard
         tp = self._tp
         sizes = [len(weight) for weight in weights]
@@ -106,6 +103,7 @@ class Pieces:
         outputs = out.view(tp.size, -1, out.shape[-1]).split_with_sizes(sizes, dim=-1)
         layers = list(zip(outputs, weights, biases, strict=True))
         tokens = shard[0].numel() // shard.shape[-1]
+        # The rank's own rows need no message: they are multiplied under the first one.
         own = shard.view(1, -1, shard.shape[-1])
         for target, weight, bias in layers:
             gemm.linear_into(target[tp.rank : tp.rank + 1], own, weight, bias)

@@ -57,11 +57,9 @@ class SymmetricMemory:
         self.operators = operators or Operators.of_torch(mesh.device)
 
     def gather(self, shard: Tensor, tp: Axis) -> Gathered:
-        """See TensorOverlap."""
         return Gathered(shard, tp, self.operators)
 
     def sum(self, x: Tensor | Recomputable, layer: RowLinear, addition: Tensor | None) -> Tensor:
-        """See TensorOverlap."""
         value, recompute = (x.value, x) if isinstance(x, Recomputable) else (x, None)
         out: Tensor = _Row.apply(  # type: ignore[no-untyped-call]
             value, layer, self.operators, recompute, layer.weight
@@ -79,7 +77,6 @@ class Gathered:
     operators: Operators
 
     def products(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-        """See GatheredInput."""
         outputs = self.gathered_products([weight.t() for weight in weights], keep=False)[1]
         for out, bias in zip(outputs, biases, strict=True):
             if bias is not None:
