@@ -1,4 +1,4 @@
-"""Extensions of the trainer and the command line by the rooms.
+"""Extensions of the engine, the trainer and the command line by the rooms.
 
 Each room of ``ROOMS`` has a file ``hooks.py``. It names the room's offers as text
 (``room.module:name``), which is cheap to read. The file is read when something is asked for, and an
@@ -7,14 +7,14 @@ none that it does not need."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from megatron_llama.registry import imported
 
-ROOMS = ("train", "planner", "converter", "tune", "prove")
+ROOMS = ("model", "train", "planner", "converter", "tune", "prove")
 """The rooms with a file ``hooks.py``."""
 
 
@@ -94,6 +94,13 @@ def layouts() -> Layouts:
     (offered,) = _offered("LAYOUTS")
     assert isinstance(offered, Layouts)
     return offered
+
+
+def fp8_recipes() -> Mapping[str, Callable[[], Any]]:
+    """Return the functions that make a ``Recipe`` of ``engine/shard/fp8.py``, by its name."""
+    (offered,) = _offered("FP8_RECIPES")
+    recipes: Mapping[str, Callable[[], Any]] = offered
+    return recipes
 
 
 def _offered(name: str) -> list[Any]:

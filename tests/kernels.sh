@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/venv.sh test
-packages=("$(grep '^triton==' constraints.txt)" "$(grep '^liger-kernel==' constraints.txt)")
+mapfile -t packages < <(grep -E '^(triton|liger-kernel|torchao)==' constraints.txt)
 stamp=.venv/kernels/installed-$(echo "${packages[@]}" | sha256sum | cut -c1-16)
 if [ ! -e "$stamp" ]; then
     echo "installing ${packages[*]} into $PWD/.venv/kernels (once)"

@@ -240,7 +240,7 @@ def test_what_pages_show_are_commands_and_options(tmp_path: Path, monkeypatch: p
     wrong = []
     for where, words in shown:
         for file in (file for option, file in pairwise(words) if option == "--config"):
-            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file).touch()
         try:
             cli.run(words)

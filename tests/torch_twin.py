@@ -25,9 +25,31 @@ def filled(twin: nn.Module, model: ModelConfig, source: WeightSource, dtype: tor
     """transformers' model with the values of a source of weights."""
     twin = twin.to(dtype)
     weights = {name: drawn(source, name, shape, dtype) for name, shape in hf_shapes(model).items()}
+    if model.num_experts:
+        weights = stacked_experts(model, weights)
     missing, unexpected = twin.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"} and model.tie_word_embeddings >= bool(missing), (missing, unexpected)
     return twin
+
+
+MIXTRAL_MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+"""Names in Mixtral's files."""
+
+
+def stacked_experts(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the names of files under those of transformers 5's modules: one for all gates and ups of a block, one for all downs."""
+    kept = {name.replace("block_sparse_moe", "mlp"): weight for name, weight in weights.items()}
+    for layer in range(model.num_hidden_layers):
+        owner = f"model.layers.{layer}.mlp.experts"
+        matrices: dict[str, list[Tensor]] = {name: [] for name in MIXTRAL_MATRICES.values()}
+        for name in [name for name in kept if name.startswith(f"{owner}.")]:
+            short = name.split(".")[-2]
+            matrices[MIXTRAL_MATRICES.get(short, short)].append(kept.pop(name))
+        if matrices["down_proj"]:
+            kept[f"{owner}.down_proj"] = torch.stack(matrices["down_proj"])
+            pairs = zip(matrices["gate_proj"], matrices["up_proj"], strict=True)
+            kept[f"{owner}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+    return kept
 
 
 def hf_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> nn.Module:

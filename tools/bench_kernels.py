@@ -1,12 +1,12 @@
 """The kernels of a layer one by one, forward and backward together: ours, torch's operators, the
 same compiled, Liger's and apex's.
 
-    python tools/bench_kernels.py [--tokens N] [--json FILE]
+    python tools/bench_kernels.py [--tokens N] [--only fp8] [--json FILE]
 
 On a GPU in bf16 at the sizes of LLaMA 8B; on a CPU torch's contenders only. Liger (PyPI
 `liger-kernel`) and NVIDIA's apex take part where they are installed. *GB/s* counts each tensor that
-has to be read or written once, so a contender that moves more shows less; weight gradients and
-attention, causal, are counted in TFLOP/s.
+has to be read or written once, so a contender that moves more shows less; weight gradients,
+products in FP8 and attention, causal, are counted in TFLOP/s.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ from megatron_llama.model.nn.attention import (
     piece_kernel,
 )
 from megatron_llama.model.nn.documents import Documents, document_attention
+from megatron_llama.model.nn.fp8 import codes as fp8
+from megatron_llama.model.nn.fp8 import ops as plain_fp8
+from megatron_llama.model.nn.fp8 import tensorwise
+from megatron_llama.model.nn.fp8.product import product
+from megatron_llama.model.nn.fp8.support import blockwise_problem
 from megatron_llama.model.nn.rotary import rope_frequencies, rope_table
 from megatron_llama.model.plan.chunks import HEAD_CHUNK
 from megatron_llama.train.commands.env import apex_found
@@ -94,6 +99,9 @@ class Sizes:
         self.dtype = torch.float32 if devices.is_host(device) else torch.bfloat16
         self.fused = runs_kernels(device, self.dtype)
         self.compiled = not devices.is_host(device)
+        in_tiles = blockwise_problem(device) is None
+        self.multiplies_tiles = in_tiles and not devices.is_host(device)
+        """In FP8, with a scale for each: Hopper."""
         self.absent: dict[str, str] = {}
         """Packages that are not here, and what says so."""
 
@@ -398,6 +406,64 @@ def weight_gradient(sizes: Sizes) -> Case:
     )
 
 
+def fp8_tiles(sizes: Sizes) -> Case:
+    """Codes of an input."""
+    x = sizes.draw(sizes.tokens, 1, _in_tiles(sizes.hidden))
+    found = sizes.contenders(plain_fp8.tiles, x)
+    if sizes.multiplies_tiles and sizes.fused:
+        found["ours"] = lambda: fp8.tiles(x)
+        kernels = "torchao.prototype.blockwise_fp8_training.kernels"
+        if (torchao := sizes.optional(kernels)) is not None:
+            found["torchao"] = lambda: torchao.triton_fp8_blockwise_act_quant_lhs(x.flatten(0, 1))
+    return Case("FP8 codes, input", x.nbytes + x.numel() * (1 + 4 / 128), found)
+
+
+def fp8_blocks(sizes: Sizes) -> Case:
+    """Codes of a weight in both orders."""
+    weight = sizes.draw(_in_tiles(sizes.inner), _in_tiles(sizes.hidden))
+
+    def torchs(weight: Tensor) -> Tensor:
+        codes, _ = plain_fp8.blocks(weight)
+        return codes.t().contiguous()
+
+    found = sizes.contenders(torchs, weight)
+    if sizes.multiplies_tiles and sizes.fused:
+        found["ours"] = lambda: fp8.both_orders(weight)
+    return Case("FP8 codes, weight", weight.nbytes + 2 * weight.numel(), found)
+
+
+def fp8_scaled(sizes: Sizes) -> Case:
+    """Codes of a weight with one scale, in both orders."""
+    weight = sizes.draw(_in_tiles(sizes.inner), _in_tiles(sizes.hidden))
+    reach = torch.finfo(tensorwise.NUMBERS).max
+
+    def torchs(weight: Tensor) -> Tensor:
+        largest = weight.abs().amax().double().clamp(min=tensorwise.LEAST)
+        scaled = weight.float() * (reach / largest).float()
+        return scaled.clamp(-reach, reach).to(tensorwise.NUMBERS).t().contiguous()
+
+    found = sizes.contenders(torchs, weight)
+    if sizes.fused:
+        found["ours"] = lambda: tensorwise.TensorwiseWeights().encoded(weight)
+    return Case("FP8 codes, one scale", 2 * weight.nbytes + 2 * weight.numel(), found)
+
+
+def fp8_product(sizes: Sizes) -> Case:
+    """A product in FP8, with the codes of its input and without, and in the compute dtype."""
+    x = sizes.draw(sizes.tokens, _in_tiles(sizes.hidden))
+    weight = sizes.draw(_in_tiles(sizes.inner), _in_tiles(sizes.hidden))
+    found: dict[str, Body] = {"torch": lambda: F.linear(x, weight)}
+    if sizes.multiplies_tiles:
+        made, blocks = fp8.tiles(x), fp8.blocks(weight)
+        found["ours"] = lambda: product(fp8.tiles(x), blocks)
+        found["ours, alone"] = lambda: product(made, blocks)
+    return Case("FP8 product", 2.0 * x.numel() * len(weight), found, "TFLOP/s")
+
+
+def _in_tiles(size: int) -> int:
+    return -(-size // plain_fp8.SIDE) * plain_fp8.SIDE
+
+
 def rows_of(case: Case, device: torch.device, rounds: int) -> Iterator[Row]:
     """All contenders of a case, in turns. One that fails is said to, and the others go on."""
     times: dict[str, list[float]] = {name: [] for name in case.contenders}
@@ -457,6 +523,9 @@ def main(words: Sequence[str]) -> int:
         "--rounds", type=int, default=5, help="how often contenders take turns (default 5)"
     )
     parser.add_argument(
+        "--only", default="", metavar="NAME", help="cases whose functions begin so: fp8, attention"
+    )
+    parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the rows into this file"
     )
     options = parser.parse_args(words)
@@ -471,8 +540,9 @@ def main(words: Sequence[str]) -> int:
     cases = (
         *(adamw, adamw_in_8_bits, attention, attention_pieces, attention_documents, head_chunks),
         *(norm, rope, swiglu, loss, weight_gradient),
+        *(fp8_tiles, fp8_blocks, fp8_scaled, fp8_product),
     )
-    for make in cases:
+    for make in (case for case in cases if case.__name__.startswith(options.only)):
         case = make(sizes)
         rows = list(rows_of(case, device, options.rounds))
         missing += "ours" in case.contenders and all(row.contender != "ours" for row in rows)

@@ -51,13 +51,13 @@ from megatron_llama.config.sections import config_sections
 from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError, UserError, describe
-from megatron_llama.metrics.flops import flops_per_token, peak_flops
+from megatron_llama.metrics.flops import flops_per_token, peak_flops, run_peak
 from megatron_llama.model.families import FAMILIES
 from megatron_llama.train.setup.resolve import assemble, check
 from tools.processor import processor
 from tools.step import families
 from tools.step.ceiling import matmul_flops
-from tools.step.contenders import DTYPES, NAMES, Entry
+from tools.step.contenders import DTYPES, NAMES, Entry, configured
 from tools.step.worker import Failed, Sample, Task, TooSlow, Worker
 
 BASELINES = (Entry("hf", "fp32"), Entry("hf-compile", "bf16"))
@@ -79,8 +79,9 @@ class StepConfig:
     """Who takes part, and how long."""
 
     contenders: tuple[str, ...] = ("hf", "torch", "ours", "ours-compile")
-    """Of ours, hf, torch, each also with `-compile`, and liger (HuggingFace with Liger's kernels; a
-    GPU)."""
+    """Of ours, hf, torch, each also with `-compile`, liger (HuggingFace with Liger's kernels; a
+    GPU), and hf-fp8, also with `-compile` (HuggingFace with torchao's FP8, whose MFU is of bf16's
+    peak)."""
     dtypes: tuple[str, ...] = DTYPES
     """Of weights and activations. Ours keeps fp32 masters and gradients beside bf16, the others are
     bf16 throughout."""
@@ -282,7 +283,8 @@ def baseline_of(samples: Mapping[Entry, Sequence[Sample]]) -> Entry:
 
 
 def rows_of(found: Found, config: Config, peak: float | None) -> list[Row]:
-    """One for each contender that got through, in the order in which they were named."""
+    """One for each contender that got through, in the order in which they were named. ``peak``: of
+    the device in bf16."""
     training = config.training
     tokens = training.global_batch_size * training.seq_length
     full, causal = (
@@ -304,8 +306,9 @@ def rows_of(found: Found, config: Config, peak: float | None) -> list[Row]:
         rate = tokens / seconds
         ceiling = found.ceilings[entry.dtype]
         memory = max(sample.peak_memory_bytes for sample in samples)
-        mfu = rate * full / (peak or ceiling)
-        mfu_causal = rate * causal / (peak or ceiling)
+        own = configured(entry, config)
+        mfu = rate * full / (run_peak(own, peak) or ceiling)
+        mfu_causal = rate * causal / (run_peak(own, peak, causal=True) or ceiling)
         of_ceiling = rate * causal / ceiling
         rows.append(
             Row(

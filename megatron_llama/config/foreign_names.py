@@ -17,6 +17,9 @@ _ROPE = "--rope-scaling with the numbers of config.json, or a preset: --model"
 _SPLIT = "--data-path with --split"
 _LAYERS = "--pipeline-layer-split with the layers of all stages, in order"
 _INTERLEAVED = "--virtual-pipeline-model-parallel-size with --pipeline-schedule interleaved"
+_FP8 = "--fp8 blockwise or tensorwise with --bf16: a scale for each tile, or for each tensor"
+_ENDS = "--fp8-bf16-layers, as many at either end"
+_STATELESS = "--fp8 keeps no state: delayed scaling is not written here"
 _TEXT = "--tokenizer-model with the file or folder of the tokenizer"
 _MAKE_DATA = "--data-path with what `preprocess` has written"
 _CHECKPOINTS = "--save, --save-interval and --save-retain"
@@ -38,6 +41,11 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "decoder_last_pipeline_num_layers": _LAYERS,
         "pipeline_model_parallel_layout": _LAYERS,
         "num_distributed_optimizer_instances": "--data-parallel-shard-size, the ranks of a group",
+        "fp8_format": _FP8,
+        "fp8_recipe": _FP8,
+        "first_last_layers_bf16": _ENDS,
+        "num_layers_at_start_in_bf16": _ENDS,
+        "num_layers_at_end_in_bf16": _ENDS,
         "train_data_path": _SPLIT,
         "valid_data_path": _SPLIT,
         "test_data_path": _SPLIT,
@@ -199,7 +207,10 @@ NOT_NEEDED: Mapping[str, str] = MappingProxyType(
 )
 """Foreign name -> why it has no equivalent here."""
 
-_EXPERTS = "models with experts are not written here: a LLaMA has one MLP in each layer"
+_EXPERTS = (
+    "of experts there are --num-experts, --moe-router-topk, --moe-ffn-hidden-size and what "
+    "docs/experts.md names; losses that balance them and expert parallelism are not written here"
+)
 _REINFORCEMENT = (
     "reinforcement learning is not written here: `align` tunes on preferences, `sft` on "
     "conversations"
@@ -209,10 +220,14 @@ _OTHER_LOSS = "this loss is not written here: docs/align.md has those of `align`
 
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
-        "fp8": "FP8 is not written here: leave its options out and train with --bf16",
+        "fp8_amax": _STATELESS,
+        "fp8_margin": _STATELESS,
+        "fp8_interval": _STATELESS,
+        "fp8_param": "parameters stay in bf16, and so do their messages: leave it out",
+        "fp8_wgrad": "weight gradients are products in bf16 here: leave it out",
+        "quantize": "of FP8 there are --fp8 blockwise and tensorwise; leave the other options out",
         "fp4": "FP4 is not written here: leave its options out and train with --bf16",
         "moe": _EXPERTS,
-        "num_experts": _EXPERTS,
         "expert": _EXPERTS,
         "dpo": "the command `align` tunes on preferences",
         "sync_ref_model": _MOVING,

@@ -48,6 +48,8 @@ cut straight take one look for each direction."""
 LARGEST_LAYERS = 2_048
 """Transformer blocks: plans list the parameters of each. The deepest models published have 1,000,
 the largest 126."""
+LARGEST_EXPERTS = 1_024
+"""Experts of a block: plans list the tensors of each. The models published have up to 512."""
 LARGEST_SIZE = 2**31 - 1
 """Widths, heads, rows of a vocabulary, positions: no published model comes near."""
 LARGEST_RANKS = 2**18

@@ -86,6 +86,8 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         "num_layers": Alias("num_hidden_layers"),
         "ffn_hidden_size": Alias("intermediate_size"),
         "num_query_groups": Alias("num_key_value_heads"),
+        "moe_router_topk": Alias("num_experts_per_tok"),
+        "moe_ffn_hidden_size": Alias("moe_intermediate_size"),
         "group_query_attention": Alias(
             value="true",
             help="--num-query-groups alone decides; leave that out for multi-head attention",

@@ -13,7 +13,12 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megatron_llama.config.limits import LARGEST_LAYERS, LARGEST_RANKS, LARGEST_SIZE
+from megatron_llama.config.limits import (
+    LARGEST_EXPERTS,
+    LARGEST_LAYERS,
+    LARGEST_RANKS,
+    LARGEST_SIZE,
+)
 from megatron_llama.engine.offload_options import OffloadConfig, ZenFlowConfig
 from megatron_llama.option import (
     ANY_NUMBER,
@@ -172,6 +177,26 @@ class ModelConfig:
     rope_local_base_freq: float = option(0.0, small=KEPT, draws=(50.0,))
     """Base of the rotary frequencies in layers with a window, which are not scaled. 0: the same
     frequencies in all layers."""
+    num_experts: int = option(
+        0, largest=LARGEST_EXPERTS, small=scaled("of every token some are chosen, as of yours")
+    )
+    """Experts of a sparse block: MLPs, of which a router chooses some for each token. 0: every
+    block is dense."""
+    num_experts_per_tok: int = option(
+        0, largest=LARGEST_EXPERTS, small=scaled("one or several, some or all, as yours")
+    )
+    """Experts that are chosen for a token: those with the highest probability."""
+    moe_intermediate_size: int = option(
+        0, largest=LARGEST_SIZE, small=scaled("no rule depends on the width")
+    )
+    """Width of one expert. Mixtral's config.json calls it intermediate_size."""
+    norm_topk_prob: bool = option(False, small=KEPT, draws=(True, False))
+    """The probabilities of a token's experts are divided by their sum before they multiply the
+    experts' outputs. Mixtral always does so."""
+    decoder_sparse_step: int = option(1, check=POSITIVE, small=scaled("every kind of block"))
+    """Every so many blocks one has experts: 2 is blocks 1, 3, 5 and so on."""
+    mlp_only_layers: tuple[int, ...] = option((), small=scaled("every kind of block"))
+    """Blocks that are dense all the same, counted from 0."""
     bos_token_id: int | None = option(None, small=OWN_TEXT)
     """Written to the exported config.json. Default: the tokenizer's."""
     eos_token_id: int | None = option(None, small=OWN_TEXT)
@@ -218,6 +243,10 @@ MODEL_SHAPE = (
     "qk_norm",
     "norm_position",
     "num_labels",
+    "num_experts",
+    "moe_intermediate_size",
+    "decoder_sparse_step",
+    "mlp_only_layers",
 )
 """Fields of the model that decide which weights it has, and their shapes."""
 
@@ -319,7 +348,8 @@ class ParallelConfig:
     fewer gathers."""
     grad_slots: int = option(2, check=POSITIVE, small=TURNS)
     """Buffers for whole gradients that blocks take turns in, under optim_grads and
-    optim_grads_params."""
+    optim_grads_params. With --cuda-graph-scope block so many blocks have buffers for all their
+    gradients at once."""
     prefetch_bytes: int = option(
         0, small=scaled("as many blocks are gathered ahead, as far as there are")
     )
@@ -464,6 +494,16 @@ class TrainingConfig:
     fp16: bool = option(False, small=KEPT)
     """Compute in float16 with a dynamic loss scale; master weights, gradients and moments stay
     fp32."""
+    fp8: Literal["none", "blockwise", "tensorwise"] = option("none", small=KEPT)
+    """With --bf16: linear layers of blocks multiply in FP8, forward and for the gradients of their
+    inputs. blockwise: in e4m3, with a scale for 128 numbers of a row and for 128 x 128 of a weight.
+    tensorwise: with one scale a tensor, gradients in e5m2. On a CPU this is emulated, and is
+    slower."""
+    fp8_gather: bool = option(False, small=KEPT)
+    """With --fp8 tensorwise and --sequence-parallel: gather the inputs of layers in FP8 as codes,
+    which are half as many bytes. Weight gradients gather them again in bf16. Ignored with tp 1."""
+    fp8_bf16_layers: int = option(1, small=scaled("a block of the small model is in FP8"))
+    """With --fp8: so many first and so many last blocks stay in bf16."""
     initial_loss_scale: float = option(65536.0, check=POSITIVE, small=KEPT)
     """Loss scale at the start, with --fp16."""
     min_loss_scale: float = option(1.0, check=POSITIVE, small=NO_OVERFLOW)

@@ -147,7 +147,7 @@ class GradientBuckets:
         self._unwritten: dict[int, set[str]] = {b: set() for b in self.trainable}
         """By bucket, parameters without a contribution in this round."""
         self._wgrad_key: Hashable | None = None
-        self._wgrads: dict[Hashable, list[Callable[[], None]]] = {}
+        self._wgrads: dict[Hashable, list[Callable[[], object]]] = {}
         self._delayed: list[Callable[[], None]] = []
         self._counting: Counting
         """The contributions of this step."""
@@ -192,7 +192,7 @@ class GradientBuckets:
         """Keep weight gradients under ``key`` from now on; None: compute them at once again."""
         self._wgrad_key = key
 
-    def keep_wgrad(self, work: Callable[[], None]) -> bool:
+    def keep_wgrad(self, work: Callable[[], object]) -> bool:
         """Keep the closure that computes a weight gradient, if this pass is split. Returns whether
         it was kept."""
         if self._wgrad_key is None:

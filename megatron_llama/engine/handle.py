@@ -42,6 +42,6 @@ class BucketParamHandle:
         with self.waits():
             self.gradients.grad_written(self.bucket, self.placement)
 
-    def keep_wgrad(self, work: Callable[[], None]) -> bool:
+    def keep_wgrad(self, work: Callable[[], object]) -> bool:
         # The only call that waits for nothing.
         return self.gradients.keep_wgrad(work)

@@ -53,6 +53,11 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
         torch.baddbmm(bias, x, right, out=out)
 
 
+def gradient(grad: Tensor) -> Tensor:
+    """Return what ``linear_backward`` takes of the gradient of an output."""
+    return grad
+
+
 def linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
     """Return the gradient [..., d] of the input of ``linear`` from that of its output, [..., f]."""
     if prefers_onednn(grad, weight):
@@ -60,6 +65,11 @@ def linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
     if multiplies_in_fp32(grad):
         return _unflatten(_rounded(rows(grad), weight), grad)
     return torch.matmul(grad, weight)
+
+
+def linear_backward_into(out: Tensor, grad: Tensor, weight: Tensor) -> None:
+    """Write ``linear_backward`` of grad [blocks, m, f] to out [blocks, m, d], likewise."""
+    linear_into(out, grad, weight.t())
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:

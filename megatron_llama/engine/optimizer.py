@@ -49,6 +49,7 @@ from megatron_llama.engine.plan.overlap import gathered_during_backward, updated
 from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.engine.plan.weight_access import WeightAccess
 from megatron_llama.engine.rules.update_rule import Shard, UpdateRules
+from megatron_llama.engine.squares import squares
 from megatron_llama.engine.tensors import at_least_fp32
 
 DTYPES = MappingProxyType(
@@ -269,7 +270,7 @@ class OverlappedDistributedOptimizer:
         gradients. Called between steps, alike by all ranks."""
         self.frozen = buckets
         for bucket in buckets:
-            self._squared_norms[bucket] = 0.0  # that of the last gradient
+            self._squared_norms[bucket].zero_()  # that of the last gradient
 
     def begin_evaluation(self, accesses: Sequence[WeightAccess]) -> None:
         """Start forward passes that no update follows."""
@@ -382,11 +383,8 @@ class OverlappedDistributedOptimizer:
         # Summed in blocks of ALIGN (64) elements, which no boundary of a bucket or shard cuts, and
         # then in fp64: so the norm does not depend on how the model is cut. The largest temporary
         # is one number for each block, which engine/plan/memory.py counts.
-        squared_norm: Tensor = (
-            torch.linalg.vector_norm(self.gradients.shards[bucket].view(-1, ALIGN), dim=1)
-            .square_()
-            .sum(dtype=torch.float64)
-        )
+        sums = squares(self.gradients.shards[bucket].view(-1, ALIGN))
+        squared_norm = sums.sum(dtype=torch.float64)
         if self.is_primary(bucket):
             self._squared_norms[bucket] = squared_norm
         return squared_norm
@@ -459,7 +457,9 @@ class OverlappedDistributedOptimizer:
         self._sum_copies()
         # One message for both numbers: its time is the latency.
         self._total[0] = self._squared_norms.sum()
-        self._total[1] = 0.0 if skip_update is None else skip_update
+        self._total[1].zero_()  # a number of the host would be waited for
+        if skip_update is not None:
+            self._total[1] = skip_update
         self._sum_total.start()
         with self.mesh.recorder.exposed("the gradient norm"):
             self._sum_total.wait()

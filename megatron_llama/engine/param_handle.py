@@ -43,7 +43,7 @@ class ParamHandle(Protocol):
     def grad_written(self) -> None:
         """Report that this contribution has been written."""
 
-    def keep_wgrad(self, work: Callable[[], None]) -> bool:
+    def keep_wgrad(self, work: Callable[[], object]) -> bool:
         """Keep ``work``, which writes this contribution, for a later weight pass; False: write it
         now."""
 
@@ -77,9 +77,9 @@ def wait_unsharded(weight: Tensor) -> UnshardedRead:
 
 
 def use_param_handles(module: nn.Module) -> None:
-    """Let a module of plain torch, which returns one tensor, have parameters that the engine
-    shards: from now on its forward and backward passes wait for them, and the gradients that
-    autograd computes go to their handles.
+    """Let a module of plain torch, which returns a tensor or a tuple, have parameters that
+    the engine shards: from now on its forward and backward passes wait for them, and the gradients
+    that autograd computes go to their handles.
 
     Does nothing for a module without parameters of its own."""
     if not any(True for _ in module.parameters(recurse=False)):
@@ -96,7 +96,7 @@ def use_param_handles(module: nn.Module) -> None:
                 add_hook = parameter.register_post_accumulate_grad_hook
                 add_hook(_deliver_grad)  # type: ignore[no-untyped-call]
 
-    def after_forward(module: nn.Module, args: Any, output: Tensor) -> None:
+    def after_forward(module: nn.Module, args: Any, output: Tensor | tuple[Any, ...]) -> None:
         # The gathers are complete: this only asks for the versions that have been read.
         reads = [wait_unsharded(parameter) for parameter in module.parameters(recurse=False)]
 
@@ -104,7 +104,9 @@ def use_param_handles(module: nn.Module) -> None:
             for read in reads:
                 read.check()
 
-        pre_backward_hook(output, before_backward)
+        for part in (output,) if isinstance(output, Tensor) else output:
+            if isinstance(part, Tensor):
+                pre_backward_hook(part, before_backward)
 
     module.register_forward_pre_hook(before_forward)
     module.register_forward_hook(after_forward)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megatron_llama.config.schema import LoraConfig, ModelConfig
+from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
 from megatron_llama.model.plan.lora import NO_LORA, adapter_shapes
 from megatron_llama.model.windows import layer_windows
 
@@ -25,18 +25,16 @@ def flops_per_token(
 
     ``model`` has every derived field filled in, and a ``vocab_size`` without padding. ``causal``
     counts only the scores that the mask leaves (Megatron) instead of all (torchtitan). A layer with
-    a window has that many keys for each query; if ``causal``, the first queries have fewer.
+    a window has that many keys for each query; if ``causal``, the first queries have fewer. Of
+    experts those count that a token is sent to, and the router.
     """
-    hidden = model.hidden_size
-    layers = model.num_hidden_layers
     queries = model.num_attention_heads * model.head_dim
-    keys_and_values = 2 * model.num_key_value_heads * model.head_dim
-    per_layer = (
-        hidden * (queries + keys_and_values)
-        + queries * hidden
-        + 3 * hidden * model.intermediate_size
-    )
-    head = (model.num_labels or model.vocab_size) * hidden
+    blocks = model.num_hidden_layers * _matrix_elements(model)
+    if model.num_experts:
+        from megatron_llama.model.plan.experts import elements_in_place_of_mlps  # of few models
+
+        blocks += elements_in_place_of_mlps(model)
+    head = (model.num_labels or model.vocab_size) * model.hidden_size
     # Scores and their product with V: 2 products x 2 FLOPs x 3 passes = 12 per score and channel.
     windows = [min(window or seq_length, seq_length) for window in layer_windows(model)]
     if causal:
@@ -51,8 +49,29 @@ def flops_per_token(
         additions = sum(math.prod(shape) for shape in adapter_shapes(model, lora).values())
         # The score of a reward model is trained beside them.
         head_passes = 6 if model.num_labels else 4
-        return 4 * layers * per_layer + head_passes * head + 6 * additions + scores
-    return 6 * (layers * per_layer + head) + scores
+        return 4 * blocks + head_passes * head + 6 * additions + scores
+    return 6 * (blocks + head) + scores
+
+
+def _matrix_elements(model: ModelConfig) -> int:
+    """Return the elements of the matrices of a layer."""
+    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
+    return model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size)
+
+
+def run_peak(config: Config, peak: float | None, *, causal: bool = False) -> float | None:
+    """Return the FLOP/s of a device, whose bf16 peak is ``peak``, at which each product of a run
+    has its own peak: twice as much for those in FP8, which are all of their layers' but the weight
+    gradients. ``causal``: with scores counted as ``flops_per_token`` does."""
+    if peak is None or config.training.fp8 == "none":
+        return peak
+    from megatron_llama.model.plan.fp8 import fp8_layers
+
+    model = config.model
+    length = config.training.seq_length
+    flops = flops_per_token(model, length, causal=causal, lora=config.lora)
+    in_fp8 = 4 * len(fp8_layers(config)) * _matrix_elements(model)
+    return peak * flops / (flops - in_fp8 / 2)
 
 
 PEAK_FLOPS: Mapping[str, float] = MappingProxyType(

@@ -110,6 +110,7 @@ def model_config_from_hf(
         **rope,
         sliding_window=window,
         layer_types=types,
+        **(family.experts.read(reader, model) if family.experts else {}),
     )
     problems = [
         *reader.problems,
@@ -158,6 +159,7 @@ def hf_config_from_model(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
         "attention_dropout": 0.0,
         **{name: _written_field(family, name, getattr(model, name)) for name in family.fields},
         **family.windows.write(model),
+        **(family.experts.write(model) if family.experts else {}),
         "bos_token_id": model.bos_token_id,
         "eos_token_id": model.eos_token_id,
         # Null is written too: without the field some classes use their own default token.
@@ -239,7 +241,8 @@ def unheld_fields(model: ModelConfig) -> dict[str, Any]:
     if beyond := unlistable_fields(model):
         return beyond
     family = FAMILIES[model.model_type]
-    needed = {name: getattr(model, name) for name in family.fields if name not in family.optional}
+    names = [*family.fields, *(family.experts.names if family.experts else ())]
+    needed = {name: getattr(model, name) for name in names if name not in family.optional}
     missing = [name for name, value in needed.items() if value is not False and value == 0]
     if missing:
         return dict.fromkeys(missing, "a positive number")

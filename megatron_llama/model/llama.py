@@ -10,7 +10,7 @@ LlamaForCausalLM; qkv_proj and gate_up_proj are its projections stacked (``model
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
@@ -28,6 +28,7 @@ from megatron_llama.model.nn.context import Comm, context_attention
 from megatron_llama.model.nn.documents import Documents, SplitDocuments, document_attention
 from megatron_llama.model.nn.embedding import VocabParallelEmbedding
 from megatron_llama.model.nn.functional import (
+    Residual,
     add_norm,
     gated,
     recomputable_add_norm,
@@ -48,7 +49,7 @@ from megatron_llama.model.nn.linear import (
 )
 from megatron_llama.model.nn.loss import TokenWeights
 from megatron_llama.model.nn.ops import PLAIN, Ops
-from megatron_llama.model.nn.overlap import TensorOverlap, tensor_overlap
+from megatron_llama.model.nn.overlap import LayerProducts, TensorOverlap, tensor_overlap
 from megatron_llama.model.nn.qk_norm import NormWeight, norm_of_heads, norm_of_projections
 from megatron_llama.model.nn.recompute import Recomputable, recomputed
 from megatron_llama.model.nn.score import Score
@@ -83,6 +84,10 @@ class StageOptions:
     attention_backend: AttentionBackend = "auto"
     scores: ScoreRule = PLAIN_SCORES
     """Attention scores of one block: a stage gives each of its blocks the rule of its layer."""
+    products_of: Callable[[int], LayerProducts] = lambda layer: LayerProducts()
+    """Products with the weights of a layer."""
+    products: LayerProducts = field(default_factory=LayerProducts)
+    """Those of one block, as its scores."""
     head_chunk: int = HEAD_CHUNK
     """The most logits that exist at once, if no backward pass comes or the schedule allows their
     gradients in the forward pass."""
@@ -92,21 +97,22 @@ class StageOptions:
     @staticmethod
     def of(parallel: ParallelConfig) -> StageOptions:
         """Read the options from a resolved configuration, in which ``auto`` has been decided."""
-        layers = (
-            None if parallel.recompute_num_layers == "all" else int(parallel.recompute_num_layers)
-        )
+        layers = parallel.recompute_num_layers
         return StageOptions(
             parallel.sequence_parallel,
-            None,
-            "all_gather" if parallel.cp_comm_type == "all_gather" else "ring",
-            parallel.recompute_granularity,
-            layers,
+            cp_comm_type="all_gather" if parallel.cp_comm_type == "all_gather" else "ring",
+            recompute=parallel.recompute_granularity,
+            recompute_layers=None if layers == "all" else int(layers),
         )
 
     def linear(self, tp: Axis, *, bias: bool) -> LinearOptions:
         """Return how a linear layer is spread over tp."""
-        sequence = self.sequence_parallel
-        return LinearOptions(tp=tp, sequence_parallel=sequence, bias=bias, overlap=self.tp_overlap)
+        spread = LinearOptions(tp=tp, sequence_parallel=self.sequence_parallel, bias=bias)
+        return {**spread, "overlap": self.tp_overlap, **self.products}
+
+    def for_layer(self, layer: int, scores: ScoreRule) -> StageOptions:
+        """Return the options of the block of a layer."""
+        return replace(self, scores=scores, products=self.products_of(layer))
 
     def recompute_of(self, position: int) -> Granularity:
         """Return the granularity at which the block at this position of the stage recomputes."""
@@ -133,6 +139,15 @@ class AddRMSNorm(nn.Module):
         """Return x + delta, [s or s/tp, b, h] each, and its norm."""
         norm = recomputable_add_norm if self.recompute else add_norm
         return norm(x, delta, self.weight, self.eps, self.ops, one_plus=self.one_plus)
+
+
+class Add(nn.Module):
+    """The residual addition in front of a layer that has no norm before it."""
+
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return x + delta, [s or s/tp, b, h] each, in the place of the norm too."""
+        total = Residual(x, delta).sum()
+        return total, total
 
 
 class RMSNorm(nn.Module):
@@ -311,40 +326,36 @@ class Block(nn.Module):
         # Without sequence parallelism all tp ranks have the same input, and divide the kept copy;
         # with it each rank has only a part.
         self.shared_input = None if options.sequence_parallel else mesh.tp
-        self.norms_before = config.norm_position != "after"
-        self.norms_behind = config.norm_position != "before"
-        if self.norms_before:
-            self.input_layernorm = AddRMSNorm(config, options.ops, recompute=selective)
-            self.post_attention_layernorm = AddRMSNorm(config, options.ops, recompute=selective)
-        if self.norms_behind:
-            self.post_self_attn_layernorm = RMSNorm(config, options.ops)
-            self.post_mlp_layernorm = RMSNorm(config, options.ops)
+        before: Callable[[], nn.Module] = Add
+        behind: Callable[[], nn.Module] = nn.Identity
+        if config.norm_position != "after":
+            before = partial(AddRMSNorm, config, options.ops, recompute=selective)
+        if config.norm_position != "before":
+            behind = partial(RMSNorm, config, options.ops)
+        self.input_layernorm, self.post_attention_layernorm = before(), before()
+        self.post_self_attn_layernorm, self.post_mlp_layernorm = behind(), behind()
         self.self_attn = self.attention_class(config, mesh, options)
         self.mlp = self.mlp_class(config, mesh, options, recompute=selective)
 
-    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+    def forward(self, residual: Residual, positions: Positions) -> Residual:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
-        compute = partial(self._compute, positions=positions)
         if not self.recompute_all:
-            return compute(x)
-        return recomputed(compute, x, weights=self.parameters(), shared=self.shared_input)
+            return self._compute(residual, positions)
+        # One tensor is kept for backward: the complete stream.
+        stream = recomputed(
+            lambda stream: self._compute(Residual(stream), positions).sum(),
+            residual.sum(),
+            weights=self.parameters(),
+            shared=self.shared_input,
+        )
+        return Residual(stream)
 
-    def _compute(self, x: Tensor, positions: Positions) -> Tensor:
-        normed: Tensor | Recomputable = x
-        if self.norms_before:
-            x, normed = self.input_layernorm(x)
-        delta = self.self_attn(normed, positions)
-        if self.norms_behind:
-            delta = self.post_self_attn_layernorm(delta)
-        if self.norms_before:
-            # A norm also adds the output of the layer before it, and returns both.
-            x, normed = self.post_attention_layernorm(x, delta)
-        else:
-            normed = x = x + delta
-        delta = self.mlp(normed)
-        if self.norms_behind:
-            delta = self.post_mlp_layernorm(delta)
-        return cast(Tensor, x + delta)
+    def _compute(self, residual: Residual, positions: Positions) -> Residual:
+        # A norm also adds the output of the layer before it, and returns both.
+        x, normed = self.input_layernorm(*residual)
+        delta = self.post_self_attn_layernorm(self.self_attn(normed, positions))
+        x, normed = self.post_attention_layernorm(x, delta)
+        return Residual(x, self.post_mlp_layernorm(self.mlp(normed)))
 
 
 class _Decoder(nn.Module):
@@ -401,6 +412,13 @@ class Stage(nn.Module):
 
         padded = padded_vocab_size(config, mesh.tp.size)
         self.model = _Decoder()
+        layers, waiting = partition.layers[index], [*_WAITING]
+        blocks = [block] * len(layers)
+        if config.num_experts:
+            from megatron_llama.model.nn.moe import block as moe  # which few models have
+
+            blocks = moe.blocks_of(config, layers, block)
+            waiting += moe.WAITING
         # A module of plain torch then needs no device argument.
         with torch.device("meta"):
             if self.is_first:
@@ -414,13 +432,13 @@ class Stage(nn.Module):
                 )
             self.model.layers = nn.ModuleDict(
                 {
-                    str(layer): block(
+                    str(layer): blocks[position](
                         config,
                         mesh,
-                        replace(options, scores=self.scores[layer]),
+                        options.for_layer(layer, self.scores[layer]),
                         granularity=options.recompute_of(position),
                     )
-                    for position, layer in enumerate(partition.layers[index])
+                    for position, layer in enumerate(layers)
                 }
             )
             if self.is_last:
@@ -435,7 +453,7 @@ class Stage(nn.Module):
         for module in self.modules():
             # The layers of nn/ wait themselves, later than a hook would: with sequence parallelism
             # a weight's gather may still run while the input is gathered.
-            if not isinstance(module, _WAITING):
+            if not isinstance(module, tuple(waiting)):
                 use_param_handles(module)
 
     @property
@@ -459,25 +477,24 @@ class Stage(nn.Module):
         are [1, b, padded_vocab]. Without ``head`` the last stage returns the head's input, of which
         ``loss_in_chunks`` makes the loss."""
         unit = 0
+        residual = Residual(x)
         if self.is_first:
             self.on_weight_access(unit, False)
-            x = self.model.embed_tokens(x)
-            if noise is not None:
-                x = x + noise
+            residual = Residual(self.model.embed_tokens(x), noise)
             unit += 1
         for block in self.model.layers.values():
             self.on_weight_access(unit, False)
-            x = block(x, positions)
+            residual = block(residual, positions)
             # The gradient of the output is complete before any weight of the block is read again.
-            pre_backward_hook(x, partial(self.on_weight_access, unit, True))
+            pre_backward_hook(residual.newest, partial(self.on_weight_access, unit, True))
             unit += 1
         if not self.is_last:
-            return x
+            return residual.sum()
 
         self.on_weight_access(unit, False)
         if positions.continuation is not None:
-            x = positions.continuation.last_of(x)
-        _, normed = self.model.norm(x)
+            residual = Residual(positions.continuation.last_of(residual.sum()))
+        _, normed = self.model.norm(*residual)
         if self.config.num_labels:
             scores = cast(Tensor, self.score(normed))
             pre_backward_hook(scores, partial(self.on_weight_access, unit, True))
@@ -575,31 +592,30 @@ def build_stages(config: Config, mesh: Mesh, block: type[Block] = Block) -> dict
         from megatron_llama.engine.comm.flash3 import require_flash3  # which few runs need
 
         require_flash3()
-    kernels = None
-    if not training.compile:
-        # Only fp64 is excluded; kernels take fp32, bf16 and fp16 alike.
-        dtype = torch.float64 if training.fp64 else torch.float32
-        kernels = kernels_for(mesh.device, dtype, config.model.hidden_size)
-    ops = kernels or chosen_ops(mesh, compiled=training.compile)
+    # Only fp64 is excluded; kernels take fp32, bf16 and fp16 alike.
+    dtype = torch.float64 if training.fp64 else torch.float32
+    sizes = (mesh.device, dtype, config.model.hidden_size)
+    kernels = None if training.compile else kernels_for(*sizes)
     options = replace(
         StageOptions.of(config.parallel),
-        ops=ops,
+        ops=kernels or chosen_ops(mesh, compiled=training.compile),
         tp_overlap=tensor_overlap(config, mesh),
         attention_backend=training.attention_backend,
         padding_idx=padding_idx(config),
     )
+    if training.fp8 != "none":
+        from megatron_llama.model.nn.fp8.layers import products_by_layer  # which few runs need
+
+        options = replace(options, products_of=products_by_layer(config, mesh))
     partition = partition_of(config)
     stages = {
         index: Stage(config.model, mesh, options, partition=partition, index=index, block=block)
         for index in partition.stages_of(mesh.pp.rank)
     }
-    if (
-        partition.first_and_last_share_rank
-        and partition.stages > 1
-        and mesh.pp.rank == partition.placement[0]
-    ):
+    last = partition.stages - 1
+    if partition.first_and_last_share_rank and last in stages and last > 0:
         # One tensor, whose two gradients meet in one slot: no message ties the ends together.
-        stages[partition.stages - 1].share_embedding_of(stages[0])
+        stages[last].share_embedding_of(stages[0])
     if config.lora.lora_rank:
         from megatron_llama.model.nn.lora import add_adapters  # which few runs need
 

@@ -9,13 +9,22 @@ from functools import cached_property
 
 from megatron_llama.config.schema import Config
 from megatron_llama.engine.plan.buckets import BucketPlan, strategy_named
+from megatron_llama.model.plan.fp8 import fp8_layers
 from megatron_llama.pipeline.plan.traffic import StepTraffic
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.kernels import Kernels, PassTime
 from megatron_llama.planner.links import RankGroups, rank_groups
 from megatron_llama.planner.oom_probability import out_of_memory
 from megatron_llama.planner.simulate import StageTimes, simulate, tail
-from megatron_llama.planner.steps import StepTime, block_time, host_wait, straggling, update_bytes
+from megatron_llama.planner.steps import (
+    BlockTime,
+    StepTime,
+    block_time,
+    host_wait,
+    straggling,
+    update_bytes,
+    update_of_codes,
+)
 from megatron_llama.planner.training_job import Machine, TrainingJob, job_of
 from megatron_llama.schedule import SCHEDULES, Op
 from megatron_llama.train.setup.memory import MemoryPlan
@@ -78,7 +87,9 @@ class Candidate:
         state = plan.state_by_component(rank)
         logits = plan.logits(rank)
         return {
-            "weights": state["parameters"] + state["parameter shards"],
+            "weights": state["parameters"]
+            + state["parameter shards"]
+            + state.get("weight codes in FP8", 0),
             "gradients": state["gradients"] + plan.staging(rank),
             "optimizer": state["master weights"]
             + state["moments"]
@@ -114,20 +125,15 @@ class Candidate:
         """Seconds of one microbatch's passes at each stage, and of the overlapped messages."""
         job = self.job
         partition = self.short.partition
-        kernels = Kernels(job, self.fit)
-        pure = replace(job, recomputed=0.0, recomputed_memory=0.0)
-        block = block_time(pure, self.groups, kernels, self.fit)
-        again = replace(
-            job,
-            recomputed=float(job.recomputed > 0),
-            recomputed_memory=0.5 * (job.recomputed_memory > 0),
-        )
-        recomputed = block_time(again, self.groups, kernels, self.fit).backward.seconds
-        weight = PassTime(matmul=kernels.weight_gradients(), launch=block.forward.launch).seconds
-        head = kernels.head().seconds
+        head = Kernels(job, self.fit).head().seconds
+        blocks: dict[float, tuple[BlockTime, float, float]] = {}
         times = []
         for stage, layers in enumerate(partition.layers):
             count = len(layers)
+            narrow = self._narrow(layers)
+            if narrow not in blocks:
+                blocks[narrow] = self._blocks(replace(job, narrow=narrow))
+            block, recomputed, weight = blocks[narrow]
             recompute = min(self.recomputing, count)
             last = stage == partition.stages - 1
             embedding = (stage == 0) * 0.5 * self.groups.tp.reduce(job.stream)
@@ -150,6 +156,27 @@ class Candidate:
                 )
             )
         return tuple(times)
+
+    def _narrow(self, layers: range) -> float:
+        """Return the share of a stage's blocks whose products are in the job's precision."""
+        if self.config.training.fp8 == "none" or not layers:
+            return self.job.narrow
+        return sum(layer in fp8_layers(self.config) for layer in layers) / len(layers)
+
+    def _blocks(self, job: TrainingJob) -> tuple[BlockTime, float, float]:
+        """Return the time of a block that recomputes nothing, and the seconds of the backward pass
+        of one that recomputes and of the weight gradients."""
+        kernels = Kernels(job, self.fit)
+        pure = replace(job, recomputed=0.0, recomputed_memory=0.0)
+        block = block_time(pure, self.groups, kernels, self.fit)
+        again = replace(
+            job,
+            recomputed=float(job.recomputed > 0),
+            recomputed_memory=0.5 * (job.recomputed_memory > 0),
+        )
+        recomputed = block_time(again, self.groups, kernels, self.fit).backward.seconds
+        weight = PassTime(matmul=kernels.weight_gradients(), launch=block.forward.launch).seconds
+        return block, recomputed, weight
 
     def _data_times(self, rank: int) -> tuple[float, float]:
         """Return seconds of gathers and of reductions for one microbatch at one stage of a rank,
@@ -263,7 +290,9 @@ class Candidate:
         for layout, away in zip(self.short.bucket_plans, self.away, strict=True):
             trained = [bucket for bucket in layout.buckets if bucket.kind.trainable]
             elements.append(sum(layout.shard_numel(bucket.index) for bucket in trained) - away)
-        update = update_bytes(self.job) * max(elements) / Kernels(self.job, self.fit).hbm
+        kernels = Kernels(self.job, self.fit)
+        update = update_bytes(self.job) * max(elements) / kernels.hbm
+        update += update_of_codes(self.job, self.groups, kernels)
         return update + norm + max(map(self.host_wait, range(self.job.pp)))
 
     @cached_property

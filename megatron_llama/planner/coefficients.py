@@ -21,6 +21,9 @@ class Coefficients:
     fp8: float = 0.72
     """Rate of 8-bit products on Hopper relative to twice the 16-bit rate, with conversions."""
     fp8_b200: float = 0.85
+    blockwise: float = 0.8
+    """The same with a scale for every tile (--fp8 blockwise), of products that are no weight
+    gradients. Assumed, not measured."""
     rowwise: float = 0.4
     """The same with a scale for every row."""
     mxfp8: float = 0.7
@@ -55,7 +58,7 @@ class Coefficients:
     """Passes over the fp32 logits in the forward pass."""
     launch: float = 150e-6
     """Seconds that the host needs to start a block's forward pass. Published runs hardly depend on
-    it. A block's 88 to 116 operators, forward and backward, would take two to three times as long
+    it. A block's 84 to 112 operators, forward and backward, would take two to three times as long
     at ten microseconds each, which is an assumption too: ``plan calibrate`` measures it."""
     launch_old: float = 1e-3
     """The same in trainers of many small kernels."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from megatron_llama.planner.kernels import BF16_BYTES
+from megatron_llama.planner.kernels import BF16_BYTES, CONVERTED
 from megatron_llama.planner.training_job import TrainingJob
 
 FP32_BYTES = 4
+TURNS = 2
+"""Fewest blocks that have memory for their weights at a time."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,15 @@ def in_flight(job: TrainingJob, *, last: bool) -> float:
     return chunks * layers / job.vpp
 
 
+def weight_code_bytes(job: TrainingJob) -> float:
+    """Return the bytes of the codes of weights, in both orders, on a rank at an end of the
+    pipeline; of two blocks if they take turns."""
+    if job.precision not in CONVERTED:
+        return 0.0
+    layers = TURNS if job.codes_again else job.narrow_ends * job.model.num_hidden_layers / job.pp
+    return 2.0 * layers * sum(product.n * product.k for product in job.matmuls)
+
+
 def footprint(job: TrainingJob, *, last: bool, workspaces: float = 0.0) -> Footprint:
     """Return the memory of the first or the last rank of a pipeline. ``workspaces`` are bytes that
     libraries keep."""
@@ -103,7 +114,7 @@ def footprint(job: TrainingJob, *, last: bool, workspaces: float = 0.0) -> Footp
     numel = stage_numel(job, last=last)
     shards = job.shards if job.sharding != "none" else 1
     everything = job.sharding == "parameters"
-    weights = BF16_BYTES * numel / (shards if everything else 1)
+    weights = BF16_BYTES * numel / (shards if everything else 1) + weight_code_bytes(job)
     cut = everything or (
         job.sharding == "gradients" and (job.pp == 1 or traits.reduces_every_microbatch)
     )

@@ -13,6 +13,7 @@ from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config, LaunchConfig, ParallelConfig, TrainingConfig
 from megatron_llama.engine.offload_options import MODES
 from megatron_llama.errors import ConfigError, describe, listing
+from megatron_llama.model.plan.fp8 import BLOCKWISE, TENSORWISE
 from megatron_llama.model.presets import LLAMA_VOCABULARY
 from megatron_llama.planner.calibration import Calibration, calibration_of
 from megatron_llama.planner.candidate import Candidate
@@ -98,6 +99,28 @@ def config_of(parsed: Parsed) -> Config:
         raise ConfigError(listing("A plan needs more:", missing))
     other_precision = training.fp16 or training.fp64 or calibrated(parsed).precision == "fp32"
     config = with_precision(config, bf16=not other_precision)
+    gpu = calibrated(parsed).gpu
+    recipe = config.training.fp8
+    hopper = "a GPU of the Hopper generation, whose products take a scale for each tile"
+    able = {
+        "none": (True, ""),
+        BLOCKWISE: (gpu.family == "h100", hopper),
+        TENSORWISE: (gpu.fp8 > 1.0, "a GPU with products in FP8"),
+    }
+    is_able, expected = able[recipe]
+    if not is_able and options.coefficients is not None:
+        expected = "a GPU of the data sheets: plan calibrate measures no products in FP8"
+        do = "give --gpu in place of --coefficients, or leave --fp8 out"
+        raise ConfigError(
+            f"--fp8 {recipe}",
+            got=f"--coefficients {options.coefficients}",
+            expected=expected,
+            do=do,
+        )
+    if not is_able:
+        raise ConfigError(
+            f"--fp8 {recipe}", got=f"--gpu {options.gpu}", expected=expected, do="leave --fp8 out"
+        )
     alone = replace(config.training, micro_batch_size=1, global_batch_size=1)
     config = searchable(config)
     if refused := problems(replace(config, parallel=ParallelConfig(), training=alone), 1):

@@ -3,8 +3,11 @@ roofline model (Williams et al., 2009) with fitted efficiencies."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from megatron_llama.model.plan.fp8 import BLOCKWISE, TENSORWISE
 from megatron_llama.model.plan.params import kv_copies
 from megatron_llama.model.plan.windows import score_share
 from megatron_llama.planner.coefficients import Coefficients
@@ -60,6 +63,12 @@ class PassTime:
         return PassTime(*(seconds * factor for seconds in self.parts))
 
 
+CONVERTED: Mapping[str, float] = MappingProxyType({BLOCKWISE: 4.0, TENSORWISE: 7.0})
+"""Bytes that move for each element of a weight when its codes are made, by recipe of --fp8: a read
+in 16 bits, and a write in both orders; with one scale a tensor also a read for it, and a read of
+the codes in the one order."""
+
+
 class Kernels:
     """Times of the kernels of one job."""
 
@@ -72,7 +81,12 @@ class Kernels:
         peak = gpu.peak * gpu.power * (gpu.single if job.itemsize > BF16_BYTES else 1.0)
         self.base_rate = peak * fit.of_gpu("matmul", gpu.family)
         """FLOP/s of products in 16 bits or more."""
-        self.rate = self.base_rate * self._speedup()
+        narrow = job.narrow
+        self.rate = self.base_rate / ((1.0 - narrow) + narrow / self._speedup())
+        """The same of products in the job's precision, over all blocks."""
+        self.all_narrow = job.precision not in CONVERTED
+        """Whether weight gradients and low-rank additions are in the job's precision too, as other
+        trainers have them."""
         self.attention_rate = peak * fit.of_gpu("attention", gpu.family)
 
     def _speedup(self) -> float:
@@ -85,7 +99,9 @@ class Kernels:
             return gpu.fp8 * fit.mxfp8
         if self.job.precision == "rowwise":
             return gpu.fp8 * fit.rowwise
-        if self.job.precision == "fp8":
+        if self.job.precision == "blockwise":
+            return gpu.fp8 * fit.blockwise
+        if self.job.precision in ("fp8", "tensorwise"):
             return gpu.fp8 * (fit.fp8_b200 if gpu.family == "b200" else fit.fp8)
         return 1.0
 
@@ -145,7 +161,7 @@ class Kernels:
         fit = self.fit
         scale = fit.family(traits.family)
         launch = fit.launch_old if traits.family in OLD else fit.launch
-        products = sum(self.matmul(product) for product in (*self.job.matmuls, *self.job.additions))
+        products = sum(self.matmul(product) for product in self.job.matmuls) + self._additions()
         return PassTime(
             products * scale,
             self.attention() * scale,
@@ -167,10 +183,18 @@ class Kernels:
     def weight_gradients(self) -> float:
         """Return the seconds of the products that make one block's weight gradients. Frozen weights
         have none."""
-        matmuls = sum(self.matmul(product) for product in self.job.matmuls)
-        additions = sum(self.matmul(product) for product in self.job.additions)
-        seconds = (1 - self.job.trained.frozen) * matmuls + additions
+        matmuls = sum(self.matmul(product, reduced=self.all_narrow) for product in self.job.matmuls)
+        seconds = (1 - self.job.trained.frozen) * matmuls + self._additions()
         return seconds * self.fit.family(self.job.traits.family)
+
+    def _additions(self) -> float:
+        return sum(self.matmul(product, reduced=self.all_narrow) for product in self.job.additions)
+
+    def weight_codes(self) -> float:
+        """Return the seconds in which the codes of one block's weights are made, without
+        messages."""
+        moved = CONVERTED.get(self.job.precision, 0.0) * self.job.narrow
+        return moved * sum(product.n * product.k for product in self.job.matmuls) / self.hbm
 
     def head(self) -> PassTime:
         """Return the forward pass of head and loss: a product, and passes over fp32 logits."""

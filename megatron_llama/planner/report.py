@@ -11,7 +11,7 @@ from megatron_llama.config.parse import differences, flag
 from megatron_llama.engine.offload_options import NONE
 from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import describe
-from megatron_llama.metrics.flops import flops_per_token
+from megatron_llama.metrics.flops import flops_per_token, run_peak
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.fitted import HIGH, LOW
 from megatron_llama.planner.nearest import Citation
@@ -53,10 +53,13 @@ def interval(candidate: Candidate) -> str:
 
 
 def mfu(candidate: Candidate) -> float:
-    """Return the model FLOPs utilization in torchtitan's convention."""
+    """Return the model FLOPs utilization in torchtitan's convention, of the peak of each product's
+    own precision."""
     config = candidate.config
     flops = flops_per_token(config.model, candidate.job.seq, causal=False, lora=config.lora)
-    return candidate.speed * flops / candidate.machine.gpu.peak
+    peak = run_peak(config, candidate.machine.gpu.peak)
+    assert peak is not None, "the planner knows its GPUs"
+    return candidate.speed * flops / peak
 
 
 def label(candidate: Candidate) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, replace
 from math import log2
 
+from megatron_llama.model.plan.fp8 import SCALE_BYTES
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.context_traffic import context_shares
 from megatron_llama.planner.footprint import fuller_end
@@ -96,8 +97,49 @@ def block_time(
     backward = replace(kernels.backward(pure), tensor=tensor_back, context=context + gradients)
     if job.recomputes_scores:
         return BlockTime(forward, backward + PassTime(attention=pure.attention))
+    forward, backward = _scales(job, groups, forward, backward)
     again = forward.scaled(job.recomputed) + PassTime(memory=pure.memory * job.recomputed_memory)
-    return BlockTime(forward, backward + again)
+    # What recomputes has the codes that its gradients need.
+    codes = weight_codes(job, groups, kernels).scaled(job.codes_again)
+    return BlockTime(forward + codes, backward + again + codes)
+
+
+def _scales(
+    job: TrainingJob, groups: RankGroups, forward: PassTime, backward: PassTime
+) -> tuple[PassTime, PassTime]:
+    """Return the passes with the messages about scales, which nothing hides, and with fewer bytes
+    of gathers in 8 bits. A message about a gradient comes behind the gather of the input for the
+    weight gradient, so with sequence parallelism the product no longer hides that gather."""
+    tensor, context = job.tensor_scales, job.context_scales
+    over_tp = job.narrow * groups.tp.reduce(SCALE_BYTES)
+    over_cp = job.narrow * groups.cp.reduce(SCALE_BYTES)
+    saved = 0.0
+    if job.gathers_codes:
+        # Half of two gathers.
+        saved = job.narrow * (groups.tp.gather(job.stream) - groups.tp.gather(0.0))
+    behind = 0.0
+    if job.sequence_parallel and tensor.backward and job.bubble == 1:
+        behind = job.narrow * (1 - job.trained.frozen) * tensor.backward
+    gathers = behind * groups.tp.gather(job.stream)
+    more = PassTime(tensor=tensor.forward * over_tp - saved, context=context.forward * over_cp)
+    back = PassTime(tensor=tensor.backward * over_tp + gathers, context=context.backward * over_cp)
+    return forward + more, backward + back
+
+
+def weight_codes(job: TrainingJob, groups: RankGroups, kernels: Kernels) -> PassTime:
+    """Return the time in which the codes of one block's weights are made, with the messages about
+    their scales."""
+    messages = job.narrow * job.tensor_scales.weights * groups.tp.reduce(SCALE_BYTES)
+    return PassTime(memory=kernels.weight_codes(), tensor=messages)
+
+
+def update_of_codes(job: TrainingJob, groups: RankGroups, kernels: Kernels) -> float:
+    """Return the seconds in which a rank's codes of trained weights are made after an update; 0 if
+    each pass makes them."""
+    if job.codes_again:
+        return 0.0
+    trained = (1 - job.trained.frozen) * job.model.num_hidden_layers / job.pp
+    return trained * weight_codes(job, groups, kernels).seconds
 
 
 def estimate(job: TrainingJob, fit: Coefficients) -> StepTime:
@@ -112,9 +154,14 @@ def estimate(job: TrainingJob, fit: Coefficients) -> StepTime:
     middle = share * block.seconds
     # If blocks divide unevenly, some rank without the head has the larger number of blocks.
     uneven = (-(-layers // job.pp) - share) * block.seconds
+    # Blocks of the first and of the last rank that are in 16 bits.
+    at_ends = replace(job, narrow=job.narrow_ends)
+    wide = share * block_time(at_ends, groups, Kernels(at_ends, fit), fit).seconds - middle
     last = middle + uneven - block.seconds + ends if job.ends_counted else middle + ends
     fullness = fuller_end(job) / job.machine.gpu.memory
-    bottleneck = max(last, middle + uneven) * (1 + fit.pressure * max(0.0, fullness - FULL))
+    bottleneck = max(last + wide, middle + uneven + wide) * (
+        1 + fit.pressure * max(0.0, fullness - FULL)
+    )
     hop = groups.pp.send(job.stage_message) if job.pp > 1 else 0.0
     hops = job.microbatches * (1 if job.vpp == 1 else 0.5 * job.vpp) + job.pp
     wait = fit.pipeline_exposed * 2 * hop * hops
@@ -125,6 +172,7 @@ def estimate(job: TrainingJob, fit: Coefficients) -> StepTime:
     away = job.offload.share * owned if job.offload is not None else 0.0
     waits = host_wait(job, fit, away, share * block.forward.seconds, share * block.backward.seconds)
     update = update_bytes(job) * (owned - away) / kernels.hbm + waits
+    update += update_of_codes(job, groups, kernels)
     tensor = job.microbatches * share * block.both.tensor
     context = job.microbatches * share * block.both.context
     whole = work + bubble + wait + data + update + fit.step

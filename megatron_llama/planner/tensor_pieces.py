@@ -38,7 +38,13 @@ def exposed_pieces(
     *queries, gate = products[False]
     forward = sum(shown(times.before(product, own)) for product in (sum(queries), gate))
     forward += sum(shown(times.behind(product)) for product in products[True])
-    gathered = sum(shown(times.before(product, own)) for product in products[True])
+    attention, mlp = products[True]
+    # The MLP's weight gradient, as long as its product in the same precision, waits for the
+    # attention's gradient to be on its way; schedules that split a pass put it off.
+    *_, down = job.matmuls
+    gradient = kernels.matmul(down, reduced=kernels.all_narrow) * scale
+    kept = gradient if job.bubble == 1 else 0.0
+    gathered = shown(times.before(mlp, own)) + shown(times.before(attention, own, kept))
     # What column-parallel layers send backward is not cut: counted as it is without pieces.
     return forward, whole / 2 + gathered
 
@@ -54,14 +60,14 @@ class _Pieces:
         self.sent = self._start + pieces * self._piece
         """Seconds of all pieces."""
 
-    def before(self, product: float, own: float) -> float:
+    def before(self, product: float, own: float, other: float = 0.0) -> float:
         """Return the exposed seconds of pieces that are multiplied when they have arrived, after
-        the rank's ``own`` share of the rows."""
-        clock = own * product
+        the rank's ``own`` share of the rows and ``other`` seconds of work."""
+        clock = own * product + other
         for number in range(1, self._count + 1):
             arrival = self._start + number * self._piece
             clock = max(clock, arrival) + (1 - own) * product / self._count
-        return clock - product
+        return clock - product - other
 
     def behind(self, product: float) -> float:
         """Return the exposed seconds of pieces that are sent when they have been multiplied."""

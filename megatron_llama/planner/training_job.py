@@ -8,17 +8,26 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
 from megatron_llama.engine.offload_options import EXACT, NONE
 from megatron_llama.engine.plan.buckets import strategy_named
 from megatron_llama.engine.plan.head_exchange import exchanged_heads, sent_key_heads
 from megatron_llama.engine.plan.specs import ParamSpec
 from megatron_llama.engine.plan.zenflow import longest_window, sends_fp32
+from megatron_llama.errors import ConfigError
+from megatron_llama.model.plan.fp8 import (
+    NO_SCALES,
+    ScaleMessages,
+    fp8_layers,
+    gathers_codes,
+    scale_messages,
+)
 from megatron_llama.model.plan.itemsize import compute_itemsize
 from megatron_llama.model.plan.params import Shapes, stage_units, whole_model
 from megatron_llama.model.plan.pieces import chosen_pieces
 from megatron_llama.model.plan.run_params import trained_units
-from megatron_llama.pipeline.plan.run_engine import shard_count
+from megatron_llama.pipeline.plan.run_engine import parameter_slots, shard_count
 from megatron_llama.planner.hardware import Gpu
 from megatron_llama.schedule import SCHEDULES
 
@@ -175,6 +184,19 @@ class TrainingJob:
     shards: int = 1
     """Ranks that divide the sharded state."""
     precision: str = "bf16"
+    narrow: float = 1.0
+    """Share of the blocks whose products are in ``precision``; the others are in 16 bits."""
+    narrow_ends: float = 1.0
+    """The same of the blocks of the first and of the last pipeline rank."""
+    tensor_scales: ScaleMessages = NO_SCALES
+    """Messages over tp about the scales of a block in ``precision``."""
+    context_scales: ScaleMessages = NO_SCALES
+    """The same over cp."""
+    gathers_codes: bool = False
+    """Whether such a block gathers its inputs over tp in 8 bits."""
+    codes_again: bool = False
+    """Whether weights are converted in each pass of a microbatch, since blocks take turns in the
+    memory for them, and not once for each update."""
     itemsize: int = 2
     """Bytes of an activation's or weight's element in computation."""
     trained: TrainedShare = TrainedShare()
@@ -298,7 +320,15 @@ class TrainingJob:
 
 
 def job_of(config: Config, machine: Machine) -> TrainingJob:
-    """Return the work of a step of this trainer with a resolved configuration."""
+    """Return the work of a step of this trainer with a resolved configuration. Raises ConfigError
+    for a model with experts."""
+    if config.model.num_experts:
+        raise ConfigError(
+            flag("num_experts"),
+            got=config.model.num_experts,
+            expected="0: no measured run has told the planner the times of experts",
+            do="choose the layout by hand; pretrain --dry-run counts its memory and messages",
+        )
     parallel = config.parallel
     training = config.training
     model = config.model
@@ -309,12 +339,19 @@ def job_of(config: Config, machine: Machine) -> TrainingJob:
     vpp = parallel.virtual_pipeline_model_parallel_size
     dp = machine.gpus // (tp * pp * cp)
     strategy = strategy_named(parallel.data_parallel_sharding_strategy)
+    slots = parameter_slots(parallel)
     sharding: Sharding = "none"
     if strategy.sharded and strategy.by_unit:
         sharding = "parameters"
     elif strategy.sharded:
         sharding = "gradients" if strategy.reduce_every_microbatch else "optimizer"
     itemsize = compute_itemsize(config)
+    layers = model.num_hidden_layers
+    narrow = fp8_layers(config)
+    folded = pp == 1 or SCHEDULES[schedule].folded
+    # A rank that has both ends, or one of the two.
+    at_end = (1 + folded) * training.fp8_bf16_layers * pp / layers
+    scales = scale_messages(config)
     recomputing = 1.0
     if parallel.recompute_num_layers.isdecimal():
         blocks = int(parallel.recompute_num_layers) * pp * vpp
@@ -342,6 +379,16 @@ def job_of(config: Config, machine: Machine) -> TrainingJob:
         bubble=SCHEDULES[schedule].bubble,
         sharding=sharding,
         shards=shard_count(parallel, dp * cp),
+        precision="bf16" if training.fp8 == "none" else training.fp8,
+        narrow=len(narrow) / layers if narrow else 1.0,
+        narrow_ends=max(0.0, 1.0 - at_end) if narrow else 1.0,
+        tensor_scales=scales.get("tp", NO_SCALES),
+        context_scales=scales.get("cp", NO_SCALES),
+        gathers_codes=bool(narrow) and gathers_codes(config),
+        codes_again=bool(narrow)
+        and sharding == "parameters"
+        and slots is not None
+        and slots < layers / pp,
         itemsize=itemsize,
         # Without the mapping ``rope_scaling`` a model is hashable, as ``lru_cache`` requires.
         trained=_trained_share(

@@ -22,6 +22,7 @@ from megatron_llama.config.schema import Config, PipelineSchedule
 from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD
 from megatron_llama.errors import UserError
 from megatron_llama.model.families import FAMILIES
+from megatron_llama.model.plan.fp8 import BLOCKWISE, MULTIPLE, SIDE, TENSORWISE
 from megatron_llama.model.plan.lora import PROJECTIONS
 from megatron_llama.model.rope import ORIGINAL, ROPE_FIELDS
 from megatron_llama.model.windows import FULL, SLIDING
@@ -309,14 +310,33 @@ def _wrong(chance: random.Random, kind: Any) -> object:
 
 def _model(chance: random.Random) -> Options:
     """Draw the family, and sizes for the 4 heads of a layout."""
+    family = chance.choice(tuple(FAMILIES))
+    intermediate = chance.choice((64, 88, 160))
     return {
-        "model_type": chance.choice(tuple(FAMILIES)),
+        "model_type": family,
+        **_experts(chance, family, intermediate),
         "num_attention_heads": 4,
         "head_dim": chance.choice((8, 12, 16, 24)),
         "hidden_size": chance.choice((32, 48, 64)),
-        "intermediate_size": chance.choice((64, 88, 160)),
+        "intermediate_size": intermediate,
         "vocab_size": chance.choice((260, 300, 384, 511, 600)),
         "seq_length": chance.choice((16, 32, 48)),
+    }
+
+
+def _experts(chance: random.Random, family: str, intermediate: int) -> Options:
+    """Draw experts, and blocks without them where a family has such; of a dense family nothing."""
+    if FAMILIES[family].experts is None:
+        none = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), 0)
+        return {**none, "decoder_sparse_step": 1, "mlp_only_layers": ()}
+    experts = chance.choice((2, 3, 6))
+    has_dense = "moe_intermediate_size" not in FAMILIES[family].derived
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": chance.randint(1, experts),
+        "moe_intermediate_size": chance.choice((24, 40)) if has_dense else intermediate,
+        "decoder_sparse_step": chance.choice((1, 1, 2)) if has_dense else 1,
+        "mlp_only_layers": chance.choice(((), (0,), (1,))) if has_dense else (),
     }
 
 
@@ -436,6 +456,28 @@ def _half(chance: random.Random, case: Case) -> Options:
     }
 
 
+def _fp8(chance: random.Random, case: Case) -> Options:
+    """Draw a recipe of FP8, with widths that it can multiply on every rank."""
+    options: Options = {"bf16": True, "fp8_bf16_layers": chance.choice((0, 1))}
+    tp = axis_sizes(case)["tp"]
+    if chance.random() < 0.5:
+        sizes = {"hidden_size": SIDE * chance.choice((1, 2)), "intermediate_size": SIDE * tp}
+        # Codes of tiles are not gathered.
+        return {**options, "fp8": BLOCKWISE, "fp8_gather": False, "head_dim": SIDE, **sizes}
+    gathers = tp > 1 and chance.random() < 0.5
+    return {
+        **options,
+        "fp8": TENSORWISE,
+        "fp8_gather": gathers,
+        "sequence_parallel": gathers or bool(case.options.get("sequence_parallel")),
+        # Pieces have no scale.
+        "tp_comm_overlap": "0",
+        "head_dim": MULTIPLE,
+        "hidden_size": MULTIPLE * chance.choice((2, 3, 4)),
+        "intermediate_size": MULTIPLE * tp * chance.choice((2, 5)),
+    }
+
+
 def _spikes(chance: random.Random, case: Case) -> Options:
     return {
         "on_bad_step": chance.choice(("skip", "rollback")),
@@ -550,6 +592,7 @@ TOPICS: Mapping[str, Topic] = MappingProxyType(
         "windows": _windows,
         "batches": _batches,
         "fp16": _half,
+        "fp8": _fp8,
         "spikes": _spikes,
         "evaluation": _evaluation,
         "learning rate": _schedule,

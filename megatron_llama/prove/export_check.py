@@ -41,6 +41,8 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "gemma2": "Gemma2ForCausalLM",
         "gemma3_text": "Gemma3ForCausalLM",
         "olmo2": "Olmo2ForCausalLM",
+        "mixtral": "MixtralForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
     }
 )
 """transformers' classes by model_type."""

@@ -16,6 +16,7 @@ ORDER_OF_KINDS = (
     *("samples that count", "positions", "documents", "read once", "blend", "learning rate"),
     *("loss", "gradient"),
     *(
+        "gradient's size",
         "whole gradient",
         "gradient norm",
         "second moment",
@@ -37,6 +38,8 @@ BACKWARD = (
 SWITCHES: tuple[tuple[str, str, object], ...] = (
     ("recomputation", "recompute_granularity", "none"),
     ("reductions in bf16", "grad_reduce_in_bf16", False),
+    ("gathers of codes", "fp8_gather", False),
+    ("FP8", "fp8", "none"),
     ("bf16", "bf16", False),
     ("fp16", "fp16", False),
     ("packing", "packing", False),

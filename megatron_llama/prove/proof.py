@@ -9,14 +9,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
+
 from megatron_llama.errors import ConfigError
+from megatron_llama.model.plan.fp8 import TENSORWISE
 from megatron_llama.prove import data_check
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.compare import (
     IN_BF16,
+    IN_FP8,
     IN_FP16,
     IN_FP32,
+    IN_TENSORWISE,
+    History,
     Row,
+    distance,
+    relative,
     rows_of_changes,
     rows_of_histories,
     rows_of_rates,
@@ -301,6 +309,7 @@ def _transformers(runs: Runs, case: Case, until: int) -> Iterator[Row]:
 def _precision(runs: Runs, case: Case, until: int) -> Iterator[Row]:
     """Yield the case in its own precision against one process in fp32. One process in the case's
     precision measures the rounding."""
+    in_fp8 = case.options.get("fp8", "none") != "none"
     if not any(case.options.get(name) for name in ("bf16", "fp16", "grad_reduce_in_bf16")):
         raise NotComparedError("everything is in fp32")
     name = "precision"
@@ -319,8 +328,13 @@ def _precision(runs: Runs, case: Case, until: int) -> Iterator[Row]:
     full = runs.trained(one_process(in_fp32(case)), until)
     alone, true = (runs.history(run, until) for run in (single, full))
     in_bf16 = case.options.get("bf16") or case.options.get("grad_reduce_in_bf16")
-    allowed = IN_BF16 if in_bf16 else IN_FP16
     history = runs.history(mine, until)
+    if in_fp8:
+        # Its codes are those of one process, so this is what it has to equal: far nearer than fp32.
+        allowed = IN_TENSORWISE if case.options["fp8"] == TENSORWISE else IN_FP8
+        yield from rows_of_histories(name, history, alone, (alone, true), allowed)
+        raise NotComparedError(_words_on_fp8(alone, true))
+    allowed = IN_BF16 if in_bf16 else IN_FP16
     yield from rows_of_histories(name, history, true, (alone, true), allowed)
     if here or there:
         steps = ", ".join(map(str, sorted({*here, *there})))
@@ -331,11 +345,25 @@ def _precision(runs: Runs, case: Case, until: int) -> Iterator[Row]:
         )
 
 
+def _words_on_fp8(alone: History, true: History) -> str:
+    """Return what is not held against a bound: how far one process in FP8 is from fp32."""
+    names = sorted(true.gradients[0])
+    first, exact = (
+        torch.cat([run.gradients[0][name].flatten() for name in names]) for run in (alone, true)
+    )
+    losses = max(map(relative, alone.losses, true.losses))
+    return (
+        f"FP8 against fp32: one process differs by up to {losses:.1e} in loss, and by "
+        f"{distance(first, exact):.1e} in the first step's whole gradient"
+    )
+
+
 def _alone(case: Case) -> Case:
     """Return the case in its own precision in one process. In fp16 it keeps its microbatches: a
-    larger one has larger weight gradients, which overflow with a smaller loss scale."""
+    larger one has larger weight gradients, which overflow with a smaller loss scale. In FP8 with
+    one scale a tensor it does too, since each of their tensors has a scale."""
     single = one_process(case)
-    if not case.options.get("fp16"):
+    if not case.options.get("fp16") and case.options.get("fp8") != TENSORWISE:
         return single
     size = case.options.get("micro_batch_size", 1)
     return replace(single, options={**single.options, "micro_batch_size": size})

@@ -173,7 +173,17 @@ def _not_asked_for(trained: Trained, first: int, last: int) -> str:
 
 LIKE = frozenset(
     {
-        *("bf16", "fp16", "fp64", "initial_loss_scale", "min_loss_scale", "loss_scale_window"),
+        *(
+            "bf16",
+            "fp16",
+            "fp64",
+            "fp8",
+            "fp8_gather",
+            "fp8_bf16_layers",
+            "initial_loss_scale",
+            "min_loss_scale",
+            "loss_scale_window",
+        ),
         *("hysteresis", "clip_grad", "freeze", "z_loss_weight", "lora_rank", "lora_alpha"),
         *("optimizer_offload", "optimizer_offload_fraction", "offload_speculative"),
         *("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "global_batch_size"),

@@ -20,12 +20,14 @@ from megatron_llama.config.parse import Parsed, differences, flag
 from megatron_llama.config.schema import OWN_TEXT, Config, ModelConfig
 from megatron_llama.errors import ConfigError
 from megatron_llama.model.families import FAMILIES
+from megatron_llama.model.plan.fp8 import SIDE
 from megatron_llama.prove.case import NOT_HERE, STEPS, Case, Note
 from megatron_llama.prove.given import LEFT_OUT, PRETRAIN, SECTIONS, SMALL, Given, read_given
 from megatron_llama.prove.reasons import needs_of, reasons_of
 from megatron_llama.prove.small_model import (
     blocks_here,
     is_small,
+    small_experts,
     small_freeze,
     small_heads,
     small_lora,
@@ -118,7 +120,8 @@ def _sizes(given: Given, here: World) -> dict[str, Any]:
     world = given.world
     context = small_context(yours, here)
     exchanging = _with(yours, context).parallel.head_ranks
-    heads = small_heads(yours.model, world.tp, here.tp, exchanging)
+    in_fp8 = yours.training.fp8 != "none"
+    heads = small_heads(yours.model, world.tp, here.tp, exchanging, tile=SIDE if in_fp8 else 1)
     length = small_length_of_samples(yours, here, sft=given.sft)
     stages = small_stages(yours, here)
     positions = small_positions(
@@ -132,6 +135,7 @@ def _sizes(given: Given, here: World) -> dict[str, Any]:
     types = tuple(yours.model.layer_types[block] for block in blocks if yours.model.layer_types)
     values: dict[str, Any] = {
         **heads,
+        **_experts(yours.model, blocks, heads),
         **stages,
         **positions,
         **context,
@@ -143,8 +147,21 @@ def _sizes(given: Given, here: World) -> dict[str, Any]:
         "sequence_parallel": yours.parallel.sequence_parallel and here.tp > 1,
         "data_parallel_shard_size": shard_size_here(yours, world, here),
     }
+    if in_fp8:
+        most = (stages["num_hidden_layers"] - 1) // 2
+        values["fp8_bf16_layers"] = min(yours.training.fp8_bf16_layers, most)
     model = _with(yours, values).model
     return {**values, "freeze": small_freeze(yours, model, blocks)}
+
+
+def _experts(model: ModelConfig, blocks: Sequence[int], heads: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of experts, with the width that the family gives them."""
+    values = small_experts(model, blocks, heads["hidden_size"])
+    if not values:
+        return {}
+    rules = FAMILIES[model.model_type].derived
+    small = replace(model, **heads)
+    return values | {name: rules[name](small) for name in values.keys() & rules.keys()}
 
 
 def _small_examples(examples: SFTConfig) -> SFTConfig:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
+from megatron_llama.model.plan.experts import is_sparse
 from megatron_llama.model.plan.freeze import is_frozen
 from megatron_llama.model.plan.params import hf_shapes, parameter_count
 from megatron_llama.model.rope import LISTS, ORIGINAL, reads_max_positions
@@ -25,6 +26,7 @@ VOCABULARY = 300
 """Rows of a small embedding: every byte and some more tokens. It is no multiple of PADDING."""
 PADDING = 8
 """Multiple of a small vocabulary, for each tensor-parallel rank."""
+MOST_EXPERTS = 6
 LARGEST_VOCABULARY = 1024
 LARGEST: Mapping[str, int] = MappingProxyType(
     {
@@ -37,14 +39,16 @@ LARGEST: Mapping[str, int] = MappingProxyType(
 )
 """Bounds of a model that stays as it is, in addition to ``MOST_WORK``."""
 MOST_WORK = 1_000_000_000
-"""Most parameters of all blocks times tokens of a step."""
+"""Most parameters of all blocks, of experts those that a token meets, times tokens of a step."""
 
 
 def is_small(yours: Config) -> bool:
     """Whether a resolved configuration can be run here as it is, except for its vocabulary."""
     model = yours.model
     training = yours.training
-    blocks = parameter_count(replace(model, vocab_size=1))
+    # A token meets some of the experts only.
+    active = min(model.num_experts, model.num_experts_per_tok)
+    blocks = parameter_count(replace(model, vocab_size=1, num_experts=active))
     tokens = training.global_batch_size * training.seq_length
     return (
         all(getattr(model, name) <= most for name, most in LARGEST.items())
@@ -66,9 +70,12 @@ def small_vocabulary(model: ModelConfig, tp_yours: int, tp_here: int) -> dict[st
     }
 
 
-def small_heads(model: ModelConfig, tp_yours: int, tp_here: int, exchanging: int) -> dict[str, Any]:
+def small_heads(
+    model: ModelConfig, tp_yours: int, tp_here: int, exchanging: int, *, tile: int = 1
+) -> dict[str, Any]:
     """Return options of few narrow heads for a resolved ``model``, and the widths that follow. The
-    query heads of a rank are divided among ``exchanging`` context-parallel ranks.
+    query heads of a rank are divided among ``exchanging`` context-parallel ranks. ``tile``: what
+    the widths of a rank's matrices are multiples of.
 
     Key/value heads remain fewer than the tensor-parallel ranks, as many, or more. The query heads
     of each key/value head, and of each rank, remain one or several."""
@@ -88,6 +95,8 @@ def small_heads(model: ModelConfig, tp_yours: int, tp_here: int, exchanging: int
     small = max(small_groups * per_group, tp_here * per_rank)
     small *= max(1, exchanging) // gcd(max(1, exchanging), small // tp_here)
     head_dim = HEAD_DIM if small * HEAD_DIM <= WIDEST else HEAD_DIM // 2
+    if tile > 1:
+        head_dim = tile if small_groups <= tp_here else tile // 2
     while not _rotates(model.partial_rotary_factor, head_dim, model.head_dim):
         head_dim *= 2
     wide = small * head_dim
@@ -96,7 +105,8 @@ def small_heads(model: ModelConfig, tp_yours: int, tp_here: int, exchanging: int
     hidden = wide
     if model.hidden_size != yours:
         hidden = wide * 5 // 4 if model.hidden_size > yours else wide * 3 // 4
-    unit = 8 * tp_here
+        hidden = -(-hidden // tile) * tile
+    unit = max(8, tile) * tp_here
     ratio = model.intermediate_size / model.hidden_size
     intermediate = max(1, round(min(ratio, 4.0) * hidden / unit)) * unit
     values: dict[str, Any] = {
@@ -120,6 +130,27 @@ def _rotates(factor: float, head_dim: int, yours: int) -> bool:
     return (
         rotated > 0 and rotated % 2 == 0 and (rotated == head_dim) == (int(yours * factor) == yours)
     )
+
+
+def small_experts(model: ModelConfig, blocks: Sequence[int], hidden: int) -> dict[str, Any]:
+    """Return options of few narrow experts, and the dense blocks among ``blocks`` of yours. A token
+    has one or several, some or all of them, as yours. ``hidden``: the small hidden_size."""
+    if not model.num_experts:
+        return {}
+    experts = min(model.num_experts, MOST_EXPERTS)
+    chosen = min(model.num_experts_per_tok, experts // 2)
+    if model.num_experts_per_tok == model.num_experts:
+        chosen = experts
+    ratio = min(4.0, model.moe_intermediate_size / model.hidden_size)
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": max(1, chosen),
+        "moe_intermediate_size": max(1, round(ratio * hidden / 8)) * 8,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": tuple(
+            number for number, block in enumerate(blocks) if not is_sparse(model, block)
+        ),
+    }
 
 
 def small_positions(
@@ -204,11 +235,16 @@ def blocks_here(yours: Config, count: int) -> list[int]:
     return picks
 
 
-def kinds_of_blocks(config: Config) -> list[tuple[bool, frozenset[str]]]:
-    """Return the kind of each block: whether it has a window, and its frozen parameters."""
+def kinds_of_blocks(config: Config) -> list[tuple[bool, bool, frozenset[str]]]:
+    """Return the kind of each block: whether it has a window, whether it has experts, and its
+    frozen parameters."""
     model = config.model
     return [
-        (window_of(model, layer) > 0, _frozen_in(model, layer, config.optimizer.freeze))
+        (
+            window_of(model, layer) > 0,
+            is_sparse(model, layer),
+            _frozen_in(model, layer, config.optimizer.freeze),
+        )
         for layer in range(model.num_hidden_layers)
     ]
 
@@ -218,7 +254,8 @@ def _frozen_in(model: ModelConfig, layer: int, patterns: Sequence[str]) -> froze
     if not patterns:
         return frozenset()
     prefix = f"model.layers.{layer}."
-    single = replace(model, num_hidden_layers=1, layer_types=())
+    single = replace(model, num_hidden_layers=1, layer_types=(), decoder_sparse_step=1)
+    single = replace(single, mlp_only_layers=() if is_sparse(model, layer) else (0,))
     names = (
         name.removeprefix("model.layers.0.") for name in hf_shapes(single) if ".layers.0." in name
     )

@@ -12,6 +12,7 @@ from megatron_llama.checkpoint.native import read_meta
 from megatron_llama.cli import main
 from megatron_llama.converter.verify.fields import field_differences
 from megatron_llama.model.hf import model_config_from_hf, read_hf_config
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.checkpoint.model_folders.test_hf import tensors, through_a_checkpoint
@@ -35,7 +36,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 5, "layer_types": MIXED, "final_logit_softcapping": 30.0},
     "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": 5, "layer_types": MIXED, "query_pre_attn_scalar": 20},
     "olmo2": {"model_type": "olmo2", "head_dim": 16, "attention_bias": True},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 6, "router_aux_loss_coef": 0.02},
+    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
 }
+MODELS["qwen3_moe"] |= {"mlp_only_layers": [0], "decoder_sparse_step": 2, "norm_topk_prob": True}
 MODELS["phi3, long"]["rope_parameters"] = {**SCALED, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 MEGATRON = ("llama with biases", "mistral", "qwen2", "qwen3", "phi3")
 
@@ -70,6 +74,33 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         found, expected = (AutoModelForCausalLM.from_pretrained(folder)(ids).logits for folder in (back, original))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_stacked_experts_are_read(name: str, tmp_path: Path, capsys: Capture) -> None:
+    """As transformers 5 has them in memory; and two spellings of one matrix are not taken for one."""
+    original = folder_of(name, tmp_path / "original")
+    stacked = tmp_path / "stacked"
+    AutoModelForCausalLM.from_pretrained(original).save_pretrained(stacked, save_original_format=False)
+    file = stacked / "model.safetensors"
+    kept = load_file(file)
+    assert len([tensor for tensor in kept if tensor.endswith(".mlp.experts.gate_up_proj")]) == (4 if name == "mixtral" else 2)
+    assert_same_model(convert(stacked, tmp_path / "back", "--to", "hf"), original)
+    through_a_checkpoint(stacked, tmp_path / "run", bf16=False)
+    [saved] = sorted((tmp_path / "run").glob("iter_*"))
+    assert_same_model(convert(saved, tmp_path / "trained", "--to", "hf"), original)
+    assert main(["verify", str(original), str(stacked)]) == 0
+    capsys.readouterr()
+    last = "model.layers.3.mlp.experts.down_proj"
+    save_file(kept | {last: kept[last][:, :-1].contiguous()}, file)
+    assert "3.down_proj.weight: got shape (4, 63, " in refusal(capsys, stacked, tmp_path / "out", "--to", "hf").replace("w2", "down_proj")
+    save_file({tensor: values for tensor, values in kept.items() if tensor != last}, file)
+    assert "got no such tensor, expected shape (64, " in refusal(capsys, stacked, tmp_path / "out", "--to", "hf")
+    split = {tensor: values for tensor, values in tensors(original).items() if ".layers.3." in tensor}
+    [matrix] = (tensor for tensor in split if tensor.endswith((".experts.2.down_proj.weight", ".experts.2.w2.weight")))
+    for beside in (split, {matrix: split[matrix]}):
+        save_file(kept | beside, file)
+        assert f"{last}: got a tensor, expected none of this name" in refusal(capsys, stacked, tmp_path / "out", "--to", "hf")
 
 
 @pytest.mark.few(4)
@@ -150,6 +181,10 @@ def test_megatron_core_computes_the_same_logits(name: str, cluster: Cluster, tmp
         ("olmo2", ("megatron",), "megatron qk_norm: got projection, expected"),
         ("olmo2", ("megatron",), "megatron norm_position: got after, expected before, as in LLaMA"),
         ("gemma3", ("megatron",), "megatron final_logit_softcapping: got 30.0, expected 0.0, as in LLaMA"),
+        ("mixtral", ("meta",), "meta num_experts: got 4, expected 0, as in LLaMA; take another format: hf and native hold every model"),
+        ("mixtral", ("megatron",), "megatron num_experts: got 4, expected 0, as in LLaMA"),
+        ("qwen3_moe", ("torch_dist",), "num_experts: got 4, expected 0, as in LLaMA"),
+        ("mixtral", ("megatron-llama",), "num_experts: got 4, expected 0, as in LLaMA"),
     ],
 )
 def test_what_a_format_cannot_hold_is_refused_by_name(

@@ -195,7 +195,7 @@ def straight(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-@pytest.mark.parametrize("platform", [pytest.param(trainjob, marks=pytest.mark.soak), pytorchjob, skypilot, dstack])
+@pytest.mark.parametrize("platform", [pytorchjob, *(pytest.param(each, marks=pytest.mark.soak) for each in (trainjob, skypilot, dstack))])
 def test_a_machine_that_is_killed_starts_again(platform: Callable[[], Platform], product: Product, straight: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     # Checkpoints are written behind the steps: on a busy machine this one is complete long after step 16.

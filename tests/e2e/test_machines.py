@@ -44,6 +44,7 @@ def c10d(endpoint: str, addresses: Sequence[str]) -> list[list[str]]:
     return [[*options, "--local-addr", address, "--rdzv-conf", f"is_host={int(address == addresses[0])}"] for address in addresses]
 
 
+@pytest.mark.few(1, all=2)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("machines", "rendezvous"),

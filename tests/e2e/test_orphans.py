@@ -56,6 +56,7 @@ def until_trained(process: subprocess.Popen[bytes], folder: Path, count: int) ->
         time.sleep(POLL)
 
 
+@pytest.mark.few(1, all=2)
 @pytest.mark.parametrize("kind", ["two ranks", "two ranks, saving in the background", "one rank behind a script"])
 def test_ranks_whose_launcher_was_killed_end(kind: str, product: Product, tmp_path: Path) -> None:
     """Whatever they do: they wait for each other, save, or are alone. The next start goes on at once, in the same folder."""

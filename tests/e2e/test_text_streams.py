@@ -35,6 +35,7 @@ def places(checkpoint: Path) -> list:
     return json.loads((checkpoint / "meta.json").read_text())["stream_places"]
 
 
+@pytest.mark.few(1, all=1)
 @pytest.mark.long
 @pytest.mark.parametrize(("first", "second"), [(DP2, ONE), (TP2_ZB_V, CP2_RING)], ids=["dp 2 and one", "tp 2 zb-v and cp 2"])
 def test_a_run_goes_on_at_another_dp(first: Layout, second: Layout, product: Product, text: Path, tmp_path: Path) -> None:

@@ -150,6 +150,8 @@ def layouts() -> Iterator[Layout]:
     for slots in ("1", "2", "3", "all"):
         for grad_slots in (1, 2, 3):
             yield Layout(dp=2, strategy="optim_grads_params", slots=slots, grad_slots=grad_slots, bf16=True, reduce_bf16=True)
+    for grad_slots in (1, 2, 3):
+        yield Layout(dp=2, strategy="optim_grads", grad_slots=grad_slots, bf16=True, graphs=True)
 
 
 @pytest.mark.few(4)

@@ -48,7 +48,7 @@ class Handle:
     def grad_written(self) -> None:
         self.buckets.grad_written(self.bucket, self.placement)
 
-    def keep_wgrad(self, work: Callable[[], None]) -> bool:
+    def keep_wgrad(self, work: Callable[[], object]) -> bool:
         return self.buckets.keep_wgrad(work)
 
 

@@ -11,6 +11,7 @@ from megatron_llama.launch.launcher import Place
 from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
+from megatron_llama.model.nn.functional import Residual
 from megatron_llama.model.plan.run_params import param_groups
 from megatron_llama.pipeline.build import build_optimizer
 from megatron_llama.pipeline.runtime import PipelineRuntime
@@ -49,9 +50,9 @@ def coordinates(place: Place, width: int, groups: tuple[str, ...]) -> dict[str, 
     [stage] = stages.values()
 
     def watch(module: nn.Module, name: str) -> None:
-        def keep(_: nn.Module, __: object, out: Tensor | tuple[Tensor, ...]) -> None:
+        def keep(_: nn.Module, __: object, out: Residual | tuple[Tensor, Tensor]) -> None:
             # A norm returns what it was given, too.
-            seen[name] = (out if isinstance(out, Tensor) else out[-1]).detach().clone()
+            seen[name] = (out.sum() if isinstance(out, Residual) else out[1]).detach().clone()
 
         module.register_forward_hook(keep)
 

@@ -42,7 +42,7 @@ class Accumulator:
     def grad_written(self) -> None:
         self.calls.append("done")
 
-    def keep_wgrad(self, work: Callable[[], None]) -> bool:
+    def keep_wgrad(self, work: Callable[[], object]) -> bool:
         return False
 
 
@@ -52,7 +52,7 @@ class Later(Accumulator):
 
     kept: list[Callable[[], None]] = field(default_factory=list)
 
-    def keep_wgrad(self, work: Callable[[], None]) -> bool:
+    def keep_wgrad(self, work: Callable[[], object]) -> bool:
         self.kept.append(work)
         return True
 
@@ -93,7 +93,7 @@ class Lender:
     def grad_written(self) -> None:
         self.calls.append("done")
 
-    def keep_wgrad(self, work: Callable[[], None]) -> bool:
+    def keep_wgrad(self, work: Callable[[], object]) -> bool:
         self.calls.append("postpone")
         if self.postpones:
             self.kept.append(work)
@@ -180,6 +180,35 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x @ self.weight.t()).sin() * self.weight.sum()
+
+
+class Pair(Scaled):
+    """A module that returns a tuple, as a block does."""
+
+    def forward(self, x: Tensor) -> Any:
+        """See Scaled."""
+        return x * self.weight.sum(), None, super().forward(x)
+
+
+def total(parts: tuple[Tensor | None, ...]) -> Tensor:
+    return torch.stack([part.square().sum() for part in parts if part is not None]).sum()
+
+
+@pytest.mark.parametrize("read", ["all", "first", "last"])
+def test_a_module_that_returns_a_tuple_waits_in_backward_whichever_part_is_read(read: str) -> None:
+    weight, inputs = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(0, 1, 8).view(2, 4)
+    parts = {"all": slice(None), "first": slice(0, 1), "last": slice(2, 3)}[read]
+    plain, lent = Pair(weight.clone()), Pair(torch.empty(3, 4, device="meta"))
+    use_param_handles(lent)
+    lent.weight = nn.Parameter(weight.clone())
+    handle = Lender(lent.weight)
+    x, expected = (inputs.clone().requires_grad_() for _ in range(2))
+    output = lent(x)[parts]
+    assert set(handle.seen()) == {"wait"}
+    total(output).backward()
+    assert handle.seen() == ["check"] * (2 if read == "all" else 1) + ["buffer", "done"]
+    total(plain(expected)[parts]).backward()
+    assert torch.equal(x.grad, expected.grad) and torch.equal(handle.grad, plain.weight.grad)
 
 
 @pytest.mark.parametrize("trained", [True, False])

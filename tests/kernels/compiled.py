@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.rules import schedule_free_kernel
 from megatron_llama.engine.rules.adamw_kernel import adamw
 from megatron_llama.engine.rules.moments import InBytes, Tables
+from megatron_llama.engine.squares_kernel import squares
+from megatron_llama.model.nn.fp8 import kernels as fp8
+from megatron_llama.model.nn.kernels import experts
 from megatron_llama.model.nn.kernels.cross_entropy import cross_entropy
 from megatron_llama.model.nn.kernels.gate import geglu, geglu_backward, swiglu, swiglu_backward
 from megatron_llama.model.nn.kernels.head_norm import norm_heads, norm_heads_backward
@@ -59,14 +63,22 @@ class Compiler:
         return kernel
 
 
+@cache  # many sizes of model have the same code
 def usage(cubin: bytes) -> dict[str, int]:
-    """Registers and bytes of stack of a thread."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    """Registers and bytes of stack of a thread, and how many instructions read a register that nothing was written to: the assembler names
+    the stack's, R1, which a kernel without a stack has no use for."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {name.lower(): int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
+        found = {name.lower(): int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", read("-res-usage", file.name))}
+        reading = re.findall(r"^\s+/\*[0-9a-f]+\*/.*\bR1\b.*;", read("-sass", file.name), re.MULTILINE)
+    return found | {"unwritten": sum("LDC R1," not in line for line in reading)}
+
+
+def read(option: str, path: str) -> str:
+    """What the disassembler says of a file."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
 
 
 def launch_all(dtype: torch.dtype, hidden: int, inner: int, vocabulary: int) -> None:
@@ -87,8 +99,23 @@ def launch_all(dtype: torch.dtype, hidden: int, inner: int, vocabulary: int) -> 
     for forward, backward in ((swiglu, swiglu_backward), (geglu, geglu_backward)):
         forward(gate_up)
         backward(gate_up[..., :inner], gate_up)
+    # Weights of all experts of a large model are too many for a host.
+    narrow, of_experts = torch.empty(4, inner // 16, dtype=dtype), torch.empty(2, inner // 16, hidden // 4, dtype=dtype)
+    ends = torch.empty(2, dtype=torch.int32)
+    experts.linear(x[:, 0, : hidden // 4], of_experts, ends)
+    experts.linear(narrow, of_experts.mT, ends)
+    for beta in (0.0, 1.0):
+        experts.accumulate(of_experts.float(), beta, narrow, x[:, 0, : hidden // 4], ends)
+    for columns in (hidden, inner):
+        fp8.tiles(torch.empty(4, 1, columns, dtype=dtype))
+        for code in (torch.float8_e4m3fn, torch.float8_e5m2):
+            fp8.scaled(torch.empty(4, 1, columns, dtype=dtype), torch.empty(()), code)
+            fp8.transposed(torch.empty(hidden, columns, dtype=code))
+        for both in (False, True):
+            fp8.blocks(torch.empty(hidden, columns, dtype=dtype), both)
     cross_entropy(torch.empty(4, vocabulary, dtype=dtype), torch.zeros(4, dtype=torch.int64), torch.empty(4), vocabulary - 8, 0.0)
     shard, number = torch.empty(1 << 20), torch.empty(())
+    squares(shard.view(-1, 64))
     names = {"scale": number, "skip": number, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "decay": 0.1, "eps": 1e-8}
     copy = None if dtype is torch.float32 else torch.empty(1 << 20, dtype=dtype)
     adamw(shard, shard, shard, shard, number.clone(), copy, **names)

@@ -1,4 +1,4 @@
-"""AdamW in one pass against torch's fused kernel, and its copy."""
+"""AdamW in one pass against torch's, and its copy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ NUMBERS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("narrow", [None, torch.bfloat16, torch.float16], ids=str)
 def test_steps_are_torchs(count: int, decay: float, narrow: torch.dtype | None, device: torch.device) -> None:
-    """Four of them: one is skipped, and its gradient is no number."""
+    """Four of them: one is skipped, and its gradient is no number. Against torch's operators: its fused kernel for CUDA takes 1 - beta2 of a
+    beta2 in fp32, which is wrong by 13 millionths."""
     from megatron_llama.engine.rules.adamw_kernel import adamw
 
     master, scale = draw(count, seed=1, device=device), torch.tensor(2.5, device=device)
@@ -36,8 +37,8 @@ def test_steps_are_torchs(count: int, decay: float, narrow: torch.dtype | None, 
             assert all(torch.equal(now, then) for now, then in zip(ours, before, strict=True))
             continue
         state = [[tensor] for tensor in torchs[:3]]
-        fused = {"fused": True, "amsgrad": False, "maximize": False, "weight_decay": decay, "grad_scale": scale}
-        torch_adamw(state[0], [grad], *state[1:], [], [torchs[3]], **fused, **NUMBERS)
+        plain = {"foreach": False, "fused": False, "amsgrad": False, "maximize": False, "weight_decay": decay}
+        torch_adamw(state[0], [grad / scale], *state[1:], [], [torchs[3]], **plain, **NUMBERS)
         assert float(step) == float(torchs[3])
         for found, expected in zip(ours[:3], torchs[:3], strict=True):
             assert error(found, expected) < 1e-6

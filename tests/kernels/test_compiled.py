@@ -15,7 +15,8 @@ pytestmark = pytest.mark.kernels
 ROOT = Path(__file__).parent.parent.parent
 SOURCES = (
     *sorted((ROOT / "megatron_llama" / "model" / "nn" / "kernels").glob("*.py")),
-    *sorted((ROOT / "megatron_llama" / "engine" / "rules").glob("*_kernel.py")),
+    ROOT / "megatron_llama" / "model" / "nn" / "fp8" / "kernels.py",
+    *sorted((ROOT / "megatron_llama" / "engine").glob("**/*_kernel.py")),
 )
 
 
@@ -32,7 +33,8 @@ def kernels() -> set[str]:
 
 
 def test_all_kernels_compile_without_spilling_or_fp64() -> None:
-    """For Hopper. One thread of one kernel computes in fp64: the one that counts steps."""
+    """For Hopper, and without an instruction that reads what nothing wrote, as a fault of the assembler has made. One thread of one kernel
+    computes in fp64: the one that counts steps."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.compiled", "90"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -40,4 +42,5 @@ def test_all_kernels_compile_without_spilling_or_fp64() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert {name.split()[0] for name in found} == kernels()
     assert [name for name, used in found.items() if used["stack"] > 0 or used["reg"] > 128] == []
+    assert [name for name, used in found.items() if used["unwritten"]] == []
     assert {name.split()[0] for name, used in found.items() if used["f64"]} == {"adamw_kernel._count_step"}

@@ -19,7 +19,7 @@ ONE_PLUS = pytest.mark.parametrize("one_plus", [False, True], ids=["weight", "1 
 
 
 @EACH_DTYPE
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 96), (37, 1, 130), (2, 3, 1024), (3, 1, 16384)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 2, 96), (37, 1, 130), (2, 3, 1024), (3, 1, 16384)], ids=str)
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "with the residual stream"])
 @ONE_PLUS
 def test_norm(one_plus: bool, beside: bool, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

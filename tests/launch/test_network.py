@@ -198,7 +198,7 @@ def test_an_address_that_no_interface_has(tmp_path: Path) -> None:
         assert str(found[0]).startswith("the network of rank 0 on alpha: got the name alpha, which is 127.0.1.1 there, expected "), found
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_first_machine_that_is_called_localhost(tmp_path: Path) -> None:
     """What torchrun gives out where the full name of the first machine is localhost."""
     found = found_by_ranks(named(LOOPBACK_NAMES, MASTER_ADDR="localhost"), tmp_path, minutes=0.1)

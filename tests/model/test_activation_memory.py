@@ -17,6 +17,7 @@ from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.model.nn.context import local_sequence
+from megatron_llama.model.nn.functional import Residual
 from megatron_llama.model.plan.activation_memory import Activations
 from megatron_llama.model.plan.chunks import GRANULARITIES, Granularity
 from megatron_llama.model.positions import Positions
@@ -125,9 +126,10 @@ def measured(place: Place, layout: Run, per_sample: bool) -> Parts:
 
 
 def several(blocks: Any, count: int, x: Tensor, positions: Positions) -> Tensor:
+    residual = Residual(x)
     for block in list(blocks.values())[:count]:
-        x = block(x, positions)
-    return x
+        residual = block(residual, positions)
+    return residual.sum()
 
 
 def predicted(layout: Run, per_sample: bool) -> Parts:
@@ -135,10 +137,11 @@ def predicted(layout: Run, per_sample: bool) -> Parts:
     config = replace(config, data=replace(config.data, reset_position_ids=per_sample))
     shape, layers = Activations.from_config(config), config.model.num_hidden_layers
     recomputing = layers if layout.recompute_layers == "all" else int(layout.recompute_layers)
-    stage = shape.stage(layers, layout.recompute, recomputing, first=True, last=True)
-    return Parts(shape.embedding, shape.block(layout.recompute), shape.head(in_chunks=False), shape.rotary, stage)
+    stage = shape.stage(range(layers), layout.recompute, recomputing, first=True, last=True)
+    return Parts(shape.embedding, shape.blocks(range(1), layout.recompute), shape.head(in_chunks=False), shape.rotary, stage)
 
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 FIELDS: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "norms of heads": {"qk_norm": "head", "apply_layernorm_1p": True, "add_qkv_bias": True},
@@ -146,6 +149,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "norms behind": {"norm_position": "after", "hidden_act": "gelu_pytorch_tanh"},
     "norms before and behind": {"norm_position": "both", "embedding_multiplier": 8.0},
     "capped logits": {"final_logit_softcapping": 30.0},
+    "experts": EXPERTS,
+    "experts in every second block": EXPERTS | {"decoder_sparse_step": 2, "norm_topk_prob": True, "qk_norm": "head"},
 }
 PLAIN = [Run(), Run(tp=2, sp=True), Run(tp=2, kv_heads=1), Run(cp=2)]
 SPREAD = [

@@ -19,6 +19,7 @@ from megatron_llama.model.windows import FULL, SLIDING, layer_windows
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from tests.over_cases import over_cases
+from tests.torch_twin import stacked_experts
 
 # Parameters of the published weights (tied heads counted once; of models that see pictures the text model).
 TOTALS = {
@@ -32,7 +33,8 @@ TOTALS = {
     "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264, "phi-4": 14_659_507_200,
     "phi-4-mini": 3_836_021_760, "gemma2-2b": 2_614_341_888, "gemma2-9b": 9_241_705_984, "gemma2-27b": 27_227_128_320,
     "gemma3-1b": 999_885_952, "gemma3-4b-text": 3_880_263_168, "gemma3-12b-text": 11_766_034_176, "gemma3-27b-text": 27_009_346_304,
-    "olmo2-7b": 7_298_617_344, "olmo2-13b": 13_716_198_400,
+    "olmo2-7b": 7_298_617_344, "olmo2-13b": 13_716_198_400, "mixtral-8x7b": 46_702_792_704, "mixtral-8x22b": 140_620_634_112,
+    "qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560,
 }  # fmt: skip
 SIZES = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -75,7 +77,8 @@ def test_transformers_makes_the_model_of_what_we_write(name: str) -> None:
     found = tensors_of(transformers_config(hf_config_from_model(few, dtype="bfloat16")))
     if model.tie_word_embeddings:
         assert found.pop("lm_head.weight") == found["model.embed_tokens.weight"]
-    assert found == hf_shapes(few)
+    ours = {name: torch.empty(shape, device="meta") for name, shape in hf_shapes(few).items()}
+    assert found == {name: tuple(tensor.shape) for name, tensor in stacked_experts(few, ours).items()}
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -121,6 +124,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3-8b": {"attention_bias": False, "head_dim": 128, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "max_window_layers": 36, "use_sliding_window": False},
     "phi-4": {"attention_bias": False, "auto_map": {}, "embd_pdrop": 0.0, "original_max_position_embeddings": 16384, "pad_token_id": 100257, "resid_pdrop": 0.0, "rope_scaling": None, "rope_theta": 250000, "sliding_window": None},
     "phi-4-mini": {"attention_bias": False, "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False, "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75, "rope_theta": 10000.0, "sliding_window": 262144},
+    "mixtral-8x7b": {"attention_dropout": 0.0, "num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None, "transformers_version": "4.36.0.dev0"},
+    "qwen3-30b-a3b": {"attention_bias": False, "attention_dropout": 0.0, "decoder_sparse_step": 1, "head_dim": 128, "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": False, "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False},
     "gemma2-9b": {"attention_bias": False, "attention_dropout": 0.0, "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid", "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 10000.0, "sliding_window": 4096, "sliding_window_size": 4096, "pad_token_id": 0},
     "gemma3-1b": {"attention_bias": False, "attn_logit_softcapping": None, "cache_implementation": "hybrid", "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "pad_token_id": 0},
     "olmo2-7b": {"attention_bias": False, "attention_dropout": 0.0, "pad_token_id": 100277, "rope_scaling": None, "rope_theta": 500000, "transformers_version": "4.47.0.dev0", "use_cache": False},
@@ -181,6 +186,11 @@ MIXED = [FULL, SLIDING, SLIDING]
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 5}, (5,) * 3),
         ("qwen3", {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 5}, (0,) * 3),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": MIXED}, (0, 5, 5)),
+        ("mixtral", {}, (0,) * 3),
+        ("mixtral", {"sliding_window": 5}, (5,) * 3),
+        ("qwen3_moe", {}, (0,) * 3),
+        ("qwen3_moe", {"sliding_window": 5}, (0,) * 3),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}, (5,) * 3),
         ("gemma2", {"sliding_window": 5}, (5, 0, 5)),
         ("gemma3_text", {"sliding_window": 5}, (5,) * 3),
         ("gemma3_text", {"sliding_window": 5, "sliding_window_pattern": 2}, (5, 0, 5)),
@@ -244,6 +254,21 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3_text", {"rope_parameters": BOTH, "rope_theta": 5e4}, "rope_theta: got 1000000.0, expected rope_theta 50000.0"),
     ("gemma3_text", {"rope_parameters": BOTH | {SLIDING: {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}}, "expected rope_theta alone"),
     ("olmo2", {"mlp_bias": True}, "mlp_bias: got True, expected False"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "got router_jitter_noise 0.1, expected only fields and values that are known"),
+    ("mixtral", {"output_router_logits": True}, "got output_router_logits True, expected only fields and values that are known"),
+    ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok: got 9, expected at most the 8 experts"),
+    ("mixtral", {"num_local_experts": 0}, "num_local_experts: got 0, expected a positive integer"),
+    ("mixtral", {"router_aux_loss_coef": "much"}, "router_aux_loss_coef: got 'much', expected a finite number"),
+    ("mixtral", {"norm_topk_prob": False}, "got norm_topk_prob False"),
+    ("mixtral", {"num_experts": 4}, "got num_experts 4"),
+    ("qwen3_moe", {"num_experts": 4096}, "num_experts: got 4096, expected at most 1,024"),
+    ("qwen3_moe", {"num_experts": 8, "num_local_experts": 16}, "num_local_experts: got 16, expected num_experts 8, as in the same file"),
+    ("qwen3_moe", {"mlp_only_layers": [0, 3]}, "mlp_only_layers: got [0, 3], expected numbers of layers, from 0 to 2"),
+    ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers: got 1, expected numbers of layers, from 0 to 2"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: got 0, expected a positive integer"),
+    ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "got shared_expert_intermediate_size 64"),
+    ("llama", {"num_experts": 8}, "got num_experts 8"),
+    ("qwen3", {"num_local_experts": 8}, "got num_local_experts 8"),
     ("olmo2", {"clip_qkv": 8.0}, "got clip_qkv 8.0, expected only fields and values that are known"),
     ("olmo2", {"sliding_window": 8}, "sliding_window"),
     ("olmo2", {"architectures": ["OlmoForCausalLM"]}, "architectures: got ['OlmoForCausalLM'], expected ['Olmo2ForCausalLM']"),
@@ -278,6 +303,11 @@ def test_what_a_family_does_not_compute_is_refused_by_name(kind: str, fields: di
         (replace(read("gemma3_text"), query_pre_attn_scalar=0.0), {"query_pre_attn_scalar": "a positive number"}),
         (replace(read("gemma3_text"), query_pre_attn_scalar=100.5), {"query_pre_attn_scalar": 100.0}),
         (replace(read("olmo2"), norm_position="both"), {"norm_position": "after"}),
+        (replace(read("mixtral"), moe_intermediate_size=65), {"moe_intermediate_size": 64}),
+        (replace(read("mixtral"), norm_topk_prob=False, mlp_only_layers=(1,)), {"norm_topk_prob": True, "mlp_only_layers": ()}),
+        (replace(read("mixtral"), num_experts=0), {"num_experts": "a positive number"}),
+        (replace(read("qwen3_moe"), mlp_only_layers=(2,), decoder_sparse_step=2, norm_topk_prob=True), {}),
+        (replace(read("qwen3"), num_experts=8), {"num_experts": 0}),
         # Its file would have an entry for each.
         (replace(read("llama"), num_labels=10**12), {"num_labels": "at most 1"}),
         (replace(read("qwen2"), num_hidden_layers=10**12), {"num_hidden_layers": "at most 2,048"}),

@@ -96,7 +96,7 @@ def test_spellings_of_rotary_embeddings(fields: dict[str, Any], theta: float, sc
         ({"model_type": "falcon"}, "m/config.json model_type: got 'falcon', expected 'llama' or 'mistral'"),
         ({"model_type": "gemma3"}, "save its text model alone, with Gemma3ForCausalLM"),
         # Nothing is said of the fields of a family that nobody knows, least of all that they may be ignored.
-        ({"model_type": "qwen3_moe", "num_experts_per_tok": 8, "hidden_size": None}, "model_type: got 'qwen3_moe', expected 'llama' or"),
+        ({"model_type": "qwen2_moe", "num_experts_per_tok": 8, "hidden_size": None}, "model_type: got 'qwen2_moe', expected 'llama' or"),
         ({"model_type": "mistral", "num_key_value_heads": 4}, "architectures: got ['LlamaForCausalLM'], expected ['MistralForCausalLM']"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "num_labels: got 2 labels, expected 1 label"),
         ({"architectures": ["LlamaForSequenceClassification"], "num_labels": 10**12}, "num_labels: got 1000000000000 labels, expected 1 label"),

@@ -45,6 +45,7 @@ FAMILIES = {
     "phi3": replace(GQA, model_type="phi3"),
     "gemma3": replace(GQA, model_type="gemma3_text", qk_norm="head", norm_position="both"),
     "olmo2": replace(GQA, model_type="olmo2", qk_norm="projection", norm_position="after"),
+    "mixtral": replace(GQA, model_type="mixtral", num_experts=3, num_experts_per_tok=2, moe_intermediate_size=20),
 }
 FAMILIES |= {f"{name}, one kv head": replace(model, num_key_value_heads=1) for name, model in FAMILIES.items()}
 FAMILIES["tied"] = TIED
@@ -131,7 +132,12 @@ def local_parameter(name: str, hf: dict[str, Tensor], model: ModelConfig, tp: in
         weight = hf["model.embed_tokens.weight" if model.tie_word_embeddings else name]
         padding = padded_vocab_size(model, tp) - model.vocab_size
         return rows(torch.nn.functional.pad(weight, (0, 0, 0, padding), value=-1))
-    return hf[name]
+    if ".experts." in name:
+        owner, _, matrix = name.replace("mlp", "block_sparse_moe").rpartition(".")
+        matrices = ("w1", "w3") if matrix == "gate_up_proj" else ("w2",)
+        # All of them on every rank: of each expert the gate, then up.
+        return torch.cat([hf[f"{owner}.{expert}.{short}.weight"] for expert in range(model.num_experts) for short in matrices])
+    return hf[name.replace("mlp.gate.", "block_sparse_moe.gate.")]
 
 
 def by_our_names(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
@@ -191,6 +197,9 @@ def test_what_several_ranks_hold(model: ModelConfig, tp: int, sequence_parallel:
     for spec in specs_of(stage_units(model, even(4, 1), 0, tp=tp, sequence_parallel=sequence_parallel)):
         _, _, module = spec.name.removesuffix(".bias").removesuffix(".weight").rpartition(".")
         whole = {"q_norm": tp > 1, "k_norm": tp > 1}
+        if ".experts." in spec.name or module == "gate":
+            assert (spec.copies, spec.partial_grad) == (tp, sequence_parallel and tp > 1), spec.name
+            continue
         split = {"qkv_proj": (1, False), "q_proj": (1, False), "gate_up_proj": (1, False), "kv_proj": (shared, shared > 1)}
         if model.qk_norm == "projection":
             split |= {"q_norm": (1, False), "k_norm": (shared, shared > 1)}

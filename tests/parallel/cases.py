@@ -49,6 +49,8 @@ MODEL = ModelConfig(
     initializer_range=0.05,
 )
 """300 tokens are padded to 384, or to 512 over two tensor-parallel ranks: both hold real rows and the second holds padding."""
+WHOLE_TILES = replace(MODEL, hidden_size=128, intermediate_size=512, head_dim=128)
+"""The same model of sizes with which tiles of 128 cross no cut of up to four tensor-parallel ranks."""
 OPTIMIZER, NO_OFFLOAD = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0), OffloadConfig()
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -106,6 +108,9 @@ class Layout:
     fp16: bool = False
     loss_scale: float = 65536.0
     """At the start, with fp16."""
+    fp8: bool = False
+    """The inner layers multiply in FP8, and all else is bf16; with fp64 it is the same model in fp64. Matrices have whole tiles on every
+    rank."""
     reduce_bf16: bool = False
     """Gradients cross the wire in bfloat16."""
     sums_wide: bool = False
@@ -115,6 +120,8 @@ class Layout:
     offload: OffloadConfig = NO_OFFLOAD
     blocking: bool = False
     """Wait for offload at once."""
+    graphs: bool = False
+    """Planned for blocks that run as graphs: who trains makes the graphs."""
 
     @property
     def world_size(self) -> int:
@@ -124,7 +131,7 @@ class Layout:
     @property
     def reference(self) -> Layout:
         """The same training in one process, in one batch, in fp32 or fp64."""
-        kept = ("tied", "pad", "trains_pad", "documents", "fp64", "clip", "steps", "layers", "kv_heads", "freeze", "lora", "targets")
+        kept = ("tied", "pad", "trains_pad", "documents", "fp64", "clip", "steps", "layers", "kv_heads", "freeze", "lora", "targets", "fp8")
         return Layout(**{name: getattr(self, name) for name in kept})
 
     @property
@@ -147,7 +154,7 @@ class Layout:
         words += [f"pad {self.pad}"] * (self.pad is not None) + ["trained"] * self.trains_pad
         words += ["tied"] * self.tied + ["documents"] * self.documents + ["bf16 reduction"] * self.reduce_bf16 + ["wide sums"] * self.sums_wide
         words += [self.offload.optimizer_offload] * (self.offload != NO_OFFLOAD) + ["speculative"] * self.offload.offload_speculative
-        return " ".join(words + ["fp64"] * self.fp64 + ["bf16"] * self.bf16 + ["fp16"] * self.fp16)
+        return " ".join(words + ["fp64"] * self.fp64 + ["bf16"] * self.bf16 + ["fp16"] * self.fp16 + ["fp8"] * self.fp8)
 
     def config(self) -> Config:
         """The trainer's configuration."""
@@ -174,14 +181,22 @@ class Layout:
         )
         return Config(
             model=replace(
-                MODEL,
+                WHOLE_TILES if self.fp8 else MODEL,
                 tie_word_embeddings=self.tied,
                 num_hidden_layers=self.layers,
                 num_key_value_heads=self.kv_heads,
                 pad_token_id=self.pad,
             ),
             parallel=parallel,
-            training=TrainingConfig(fp64=self.fp64, bf16=self.bf16, fp16=self.fp16, initial_loss_scale=self.loss_scale),
+            training=TrainingConfig(
+                fp64=self.fp64,
+                bf16=self.bf16 or (self.fp8 and not self.fp64),
+                fp16=self.fp16,
+                initial_loss_scale=self.loss_scale,
+                fp8="blockwise" if self.fp8 and not self.fp64 else "none",
+                fp8_bf16_layers=min(1, (self.layers - 1) // 2),
+                cuda_graph_scope="block" if self.graphs else "none",
+            ),
             optimizer=replace(OPTIMIZER, clip_grad=self.clip, freeze=self.freeze, train_pad_embedding=self.trains_pad),
             offload=self.offload,
             lora=LoraConfig(lora_rank=self.lora, lora_target_modules=self.targets),

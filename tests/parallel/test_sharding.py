@@ -19,6 +19,7 @@ from megatron_llama.errors import ConfigError
 from megatron_llama.launch.launcher import Place
 from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.llama import build_stages
+from megatron_llama.model.nn.functional import Residual
 from megatron_llama.model.positions import Positions
 from megatron_llama.pipeline.build import build_optimizer
 from megatron_llama.pipeline.plan.run_engine import engine_options, rank_bucket_plan
@@ -364,9 +365,9 @@ def unused_in_forward(run: Trainer, engine: OverlappedDistributedOptimizer, para
     """A block that leaves its MLP out."""
     block = run.stages[0].model.layers["2"]
 
-    def forward(x: torch.Tensor, positions: Positions) -> torch.Tensor:
-        stream, normed = block.input_layernorm(x)
-        return stream + block.self_attn(normed, positions)
+    def forward(residual: Residual, positions: Positions) -> Residual:
+        stream, normed = block.input_layernorm(*residual)
+        return Residual(stream, block.self_attn(normed, positions))
 
     block.forward = forward
     run.step(1)

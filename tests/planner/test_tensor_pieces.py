@@ -45,6 +45,17 @@ def test_slow_products_hide_sums_of_whole_rows(pieces: str, forward: float) -> N
     assert exposed(job(pieces, peak=1e9, sequence=False)) == pytest.approx((forward, 2))
 
 
+def test_the_weight_gradient_of_the_mlp_hides_the_gradient_of_the_attention() -> None:
+    """Products between: those of the attention's output, a quarter of the columns' and a seventh of the MLP's, are too short by themselves."""
+    cut = job("4", peak=8e14)
+    block = block_time(cut, rank_groups(cut, FIT), Kernels(cut, FIT), FIT)
+    split = replace(cut, bubble=0.5)
+    put_off = block_time(split, rank_groups(split, FIT), Kernels(split, FIT), FIT)
+    gather = rank_groups(cut, FIT).tp.gather(cut.stream)
+    assert block.forward.tensor == put_off.forward.tensor
+    assert put_off.backward.tensor - block.backward.tensor > 0.2 * gather
+
+
 def test_products_that_take_no_time_hide_nothing() -> None:
     assert exposed(job("4", peak=1e30)) == pytest.approx((4, 4))
     assert exposed(job("4", peak=1e30, sequence=False)) == pytest.approx((2, 2))

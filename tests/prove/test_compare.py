@@ -11,6 +11,7 @@ from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.prove.compare import (
     IN_BF16,
     IN_FP32,
+    IN_TENSORWISE,
     History,
     Row,
     gradients_of,
@@ -147,6 +148,27 @@ def test_a_gradient_that_is_missing_never_holds() -> None:
     assert ("gradient", VECTOR) in wrong_kinds(missing) and all(row.bound < 1 for row in missing)
     near = list(rows_of_histories("precision", history(1.25, of=VECTOR), exact, (alone, exact), IN_BF16))
     assert ("gradient", VECTOR) not in wrong_kinds(near)
+
+
+def test_codes_of_two_bits_may_be_rounded_anew_and_leave_no_half_of_a_gradient() -> None:
+    """Of few numbers, 0.4 from fp32 in one process, and 0.57 from it in another right run: errors that are at right angles to each other
+    and to the gradient. Half or twice the gradient with the same errors is as near to one process, or nearer."""
+    gradients = history().gradients[0]
+    exact = gradients[VECTOR]
+    across = torch.linalg.qr(torch.stack([exact, *drawn_gradients(2)[1][MATRIX].double()[:2]], dim=1)).Q.T * exact.norm()
+
+    def rounded(scale: float, error: int) -> History:
+        return replace(history(), gradients=({**gradients, VECTOR: scale * exact + 0.4 * across[error]},))
+
+    alone = rounded(1.0, 1)
+    for scale, wrong in ((1.0, set()), (0.85, set()), (0.5, {"gradient's size"}), (2.0, {"gradient", "gradient's size"}), (0.0, {"gradient", "gradient's size"})):
+        for steps in (1, 2):
+            runs = [replace(run, losses=run.losses * steps, grad_norms=run.grad_norms * steps, gradients=run.gradients * steps) for run in (rounded(scale, 2), alone, history())]
+            rows = list(rows_of_histories("precision", runs[0], runs[1], (runs[1], runs[2]), IN_TENSORWISE))
+            failed = {row.what for row in rows if not row.holds and row.tensor == VECTOR and row.step == steps}
+            assert failed >= wrong and bool(failed) is bool(wrong), (scale, failed)
+    size = next(row for row in rows if row.what == "gradient's size" and row.tensor == MATRIX)
+    assert size.got == 0.0 and size.bound == IN_TENSORWISE.gradient / 2
 
 
 def test_a_small_gradient_may_be_as_near_to_one_process_in_its_precision() -> None:

@@ -55,6 +55,24 @@ def test_a_draw_depends_on_the_seed_alone(drawn: tuple[Case, ...]) -> None:
     assert draw(2, 2) == draw(2, 2) != draw(3, 2)
 
 
+def test_both_recipes_of_fp8_are_drawn_and_mostly_run() -> None:
+    """In layouts of all kinds, codes that are gathered too; only what shares heads among ranks, or has another fault, is refused."""
+    chance = random.Random(3)
+    ran: Counter[tuple[object, object]] = Counter()
+    for _ in range(200):
+        base = module._spread(chance)
+        if base is None or refusal(base) is not None:
+            continue
+        options = module._fp8(chance, base)
+        case = module._with(base, dict(options))
+        ran[(options["fp8"], options["fp8_gather"]) if case else ("refused", options["fp8"])] += 1
+        if case:
+            training = configured(case).training
+            assert (training.fp8, training.fp8_gather) == (options["fp8"], options["fp8_gather"])
+    assert min(ran[kind] for kind in (("blockwise", False), ("tensorwise", False), ("tensorwise", True))) >= 2, ran
+    assert ran["tensorwise", False] + ran["tensorwise", True] > ran["refused", "tensorwise"], ran
+
+
 def test_a_draw_keeps_its_floors(drawn: tuple[Case, ...]) -> None:
     assert len({repr((case.options, case.world_size)) for case in drawn}) == COUNT
     runs = [case for case in drawn if refusal(case) is None]

@@ -51,7 +51,7 @@ STEPPED = {"zenflow_select_strategy": "step", "zenflow_select_interval": "500", 
 THREES = {"num_attention_heads": 24, "hidden_size": 3072, "num_key_value_heads": 6, "head_dim": 128, "intermediate_size": 12288, "num_hidden_layers": 33}
 EXCHANGED = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [8, 2]}
 LARGE: Mapping[str, tuple[int, dict[str, Any]]] = {
-    **{f"preset {name}": (16, {"preset": name, TP: 2}) for name in ONE_OF_EACH},
+    **{f"preset {name}": (16, {"preset": name, TP: 2, "sequence_parallel": bool(PRESETS[name].num_experts)}) for name in ONE_OF_EACH},
     "a block of its own kind": (64, {"preset": "llama3-8b", "freeze": ["model.layers.3.*"]}),
     "copies of key/value heads": (64, {"preset": "llama3-70b", TP: 16, PP: 2, "sequence_parallel": True}),
     "one key/value head": (64, {"preset": "gemma3-1b", TP: 4}),

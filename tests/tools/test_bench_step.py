@@ -13,10 +13,10 @@ import torch
 from megatron_llama.config.schema import Config, ModelConfig, TrainingConfig
 from megatron_llama.engine.comm import device as devices
 from megatron_llama.metrics.flops import flops_per_token
-from megatron_llama.train.setup.resolve import check
+from megatron_llama.train.setup.resolve import check, problems
 from tools.bench_step import Clock, Found, Row, StepConfig, disagreements, report, rows_of, steps_in_time
 from tools.processor import processor
-from tools.step.contenders import Entry
+from tools.step.contenders import Entry, configured
 from tools.step.families import ratios, tasks_of
 from tools.step.families import report as families_report
 from tools.step.worker import Sample
@@ -77,6 +77,23 @@ def test_rows_by_hand() -> None:
     lines = list(report(rows_of(measured, config, None), measured, HF))
     assert lines[-1].split() == ["ours", "fp32", "0.625", "(0.500", "-", "0.750)", "0.800"]
     assert {field.name for field in fields(Row)} >= {"name", "dtype", "tokens_per_second", "ratio", "mfu", "peak_memory_bytes"}
+
+
+def test_only_what_is_in_fp8_counts_against_its_peak() -> None:
+    """Ours in bf16, whose forward products and input gradients of the inner block count half, with all scores or half of them; others are as
+    without --fp8."""
+    model = ModelConfig(vocab_size=512, hidden_size=128, intermediate_size=128, num_hidden_layers=3, num_attention_heads=1)
+    training = TrainingConfig(seq_length=64, micro_batch_size=1, train_iters=1, bf16=True, fp8="blockwise")
+    config = check(Config(model=model, training=training), 1).config
+    entries = Entry("hf", "bf16"), Entry("ours", "bf16"), Entry("ours-compile", "bf16"), Entry("ours", "fp32")
+    assert [configured(entry, config).training.fp8 for entry in entries] == ["none", "blockwise", "none", "none"]
+    assert [problems(configured(entry, config), 1) for entry in entries] == [[], [], [], []]
+    measured = Found({entry: [Sample(1.0, 1.0, (5.0,), 10)] for entry in entries}, {}, {"bf16": 1e6, "fp32": 1e6})
+    full, causal = (flops_per_token(config.model, 64, causal=only) for only in (False, True))
+    halves = 2 * 128 * (4 * 128 + 3 * 128)
+    for row in rows_of(measured, config, 1e9):
+        less = halves if (row.name, row.dtype) == ("ours", "bf16") else 0
+        assert (row.mfu, row.mfu_causal) == pytest.approx((64 * (full - less) / 1e9, 64 * (causal - less) / 1e9))
 
 
 def test_other_losses_are_an_error() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,10 +21,10 @@ from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError
 from megatron_llama.model.presets import PRESETS
 from megatron_llama.train.setup.memory import MemoryPlan
-from tools.gpucheck import ab
+from tools.gpucheck import ab, use
 from tools.gpucheck.__main__ import EXAMPLE_MEMORY, check, main, parse
 from tools.gpucheck.figures import UNMEASURED
-from tools.gpucheck.parts import DECISIVE, FULL, Part, Setting, all_parts, configuration, layers_that_fit, marked
+from tools.gpucheck.parts import DECISIVE, FULL, ORACLES, Part, Setting, all_parts, configuration, layers_that_fit, marked
 from tools.gpucheck.report import BEGUN, Outcome, markdown, read, rows_of, write
 from tools.step.contenders import Entry
 from tools.step.worker import Sample, Task, _measure
@@ -66,7 +67,7 @@ def test_without_a_gpu_there_is_one_error(tmp_path: Path) -> None:
     assert not (tmp_path / "reports").exists()
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_tiny_parts_where_packages_are_lacking(tmp_path: Path) -> None:
     """The script, its processes and its reports, on a host, where nothing can be imported that training does not need."""
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules |= dict.fromkeys({LACKING!r})")
@@ -85,18 +86,20 @@ def test_tiny_parts_where_packages_are_lacking(tmp_path: Path) -> None:
     assert machine == {"device": "none: no figure below means anything"}
     assert [(row["name"], row["dtype"]) for row in found["step-8b-4096-dp8"].rows] == [("ours", "bf16")]
     assert [(row["variant"], row["same_losses"]) for row in found["ab-deterministic"].rows] == [("off", "yes"), ("on", "yes")]
-    assert found["tests"].absent == ("tests/kernels/test_liger.py: liger_kernel is not installed",)
+    assert found["tests"].absent == tuple(f"{file}: {package} is not installed" for file, package in ORACLES.items())
     assert " tests collected" in done.stdout and "- absent: tests/kernels/test_liger.py" in (folder / "gpu_check.md").read_text()
     torchs = {(row["name"], row["ms"] > 0) for row in found["kernels"].rows if row["contender"] == "torch"}
-    assert torchs >= {(name, True) for name in ("residual + RMSNorm", "RoPE", "SwiGLU", "cross entropy", "AdamW", "weight gradient")}
+    assert torchs >= {(name, True) for name in ("residual + RMSNorm", "RoPE", "SwiGLU", "cross entropy", "AdamW", "weight gradient", "FP8 codes, input", "FP8 product")}
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--only", "tests,nothing"], "--only: no part begins with nothing; there are correct, step-7b-4096, step-8b-4096, kernels"),
+        (["--only", "tests,nothing"], "--only: no part begins with nothing; there are correct, use, step-7b-4096, step-8b-4096, kernels"),
         (["--rounds", "0"], "--rounds and --steps are at least 1"),
         (["--minutes", "0"], "--minutes is positive"),
+        (["--jobs", "2"], "--jobs: at least 1, and with --tiny alone"),
+        (["--jobs", "0", "--tiny"], "--jobs: at least 1, and with --tiny alone"),
         (["--layer", "3"], "unrecognized arguments: --layer"),
     ],
 )
@@ -125,7 +128,7 @@ def test_whole_models_are_trained_as_one_of_eight_ranks() -> None:
         "step-7b-8192",
         "step-7b-8192-dp8",
     ]
-    assert list(parts)[:4] == ["correct", "step-7b-4096", "step-8b-4096", "kernels"] and "--rounds 1 " in " ".join(parts["offload"].command)
+    assert list(parts)[:5] == ["correct", "use", "step-7b-4096", "step-8b-4096", "kernels"] and "--rounds 1 " in " ".join(parts["offload"].command)
     assert "--num-layers" not in parts["step-7b-4096-dp8"].command and "32 of 32 layers" in parts["step-7b-4096-dp8"].title
     planned = MemoryPlan(configuration("llama2-7b", 4096, layers=32, dp=8), 8).needed("none", 0)
     assert f", {sized(planned)} planned" in parts["step-7b-4096-dp8"].title
@@ -144,7 +147,7 @@ def test_only_files_with_tests_for_a_gpu_are_read() -> None:
         assert parts[name][1:5] == ("-m", "pytest", "-m", "gpu or kernels")
     assert parts["correct"][5:] == DECISIVE
     named = [*parts["correct"][5:], *parts["tests"][5:]]
-    assert sorted(named) == sorted(set(files) - (set() if find_spec("liger_kernel") else {"tests/kernels/test_liger.py"}))
+    assert sorted(named) == sorted(set(files) - {file for file, package in ORACLES.items() if find_spec(package) is None})
     assert {"tests/parallel/test_device.py", "tests/kernels/test_ops.py", "tests/engine/test_offload_device.py"} <= set(files)
     assert "tests/train/test_lr.py" not in files
 
@@ -223,6 +226,64 @@ def test_a_part_that_fails_does_not_stop_the_others(tmp_path: Path, capsys: pyte
     assert read(folder / "gpu_check.json")[1][0].status == "did not run: no time was left"
 
 
+def test_parts_that_give_no_figures_run_at_once(tmp_path: Path) -> None:
+    """Each of two waits for the other at the ends of a pipe."""
+    pipe = str(tmp_path / "pipe")
+    os.mkfifo(pipe)
+    parts = [part_of(tmp_path, name, f"open({pipe!r}, {mode!r})") for name, mode in (("one", "r"), ("other", "w"))]
+    assert check(parts, tmp_path / "reports", 120.0, MACHINE, jobs=2) == 0
+    assert sorted(one.name for one in read(tmp_path / "reports" / "gpu_check.json")[1]) == ["one", "other"]
+
+
+def logged(run: Path, losses: list[float]) -> None:
+    """A run's log, with a line of another kind."""
+    run.mkdir(parents=True)
+    lines = [{"validation_loss": 9.0}, *({"iteration": index, "lm_loss": loss} for index, loss in enumerate(losses))]
+    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+FALLING = [8.0 - index / 8 for index in range(use.STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "kind", "plain", "said"),
+    [
+        (FALLING, "same", FALLING, ""),
+        ([*FALLING[:-1], FALLING[-1] * 1.019], "same", FALLING, ""),
+        ([*FALLING[:-1], FALLING[-1] * 1.03], "same", FALLING, "without the option"),
+        (FALLING[:-1], "same", FALLING, "losses ["),
+        ([*FALLING[:-1], float("nan")], "falling", None, "losses ["),
+        (FALLING[::-1], "falling", None, "the loss went from"),
+        (FALLING, "falling", None, ""),
+    ],
+)
+def test_losses_of_a_small_run_are_judged(tmp_path: Path, losses: list[float], kind: use.Losses, plain: list[float] | None, said: str) -> None:
+    logged(tmp_path / "run", losses)
+    found = use.judged(use.Case(("pretrain",), kind), tmp_path, plain)
+    assert said in found and bool(found) is bool(said)
+
+
+def test_a_resumed_run_is_judged_by_its_bits(tmp_path: Path) -> None:
+    logged(tmp_path / "run", FALLING)
+    logged(tmp_path / "resumed", FALLING[use.STEPS // 2 :])
+    assert not use.judged(use.CASES["resumed"], tmp_path, FALLING)
+    logged(tmp_path / "other" / "run", FALLING)
+    logged(tmp_path / "other" / "resumed", [loss * (1 + 1e-12) for loss in FALLING[use.STEPS // 2 :]])
+    assert use.judged(use.CASES["resumed"], tmp_path / "other", FALLING).startswith("resumed losses")
+
+
+@pytest.mark.long
+def test_small_runs_as_users_type_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One that passes, one that is resumed, and one that cannot run here."""
+    rows = tmp_path / "rows.json"
+    words = ["--tiny", "--jobs", "2", "--seconds", "400", "--only", "plain,resumed,graphs", "--json", str(rows)]
+    assert use.main(words) == 1
+    found = {row["name"]: row for row in json.loads(rows.read_text())}
+    assert {name: row["result"] for name, row in found.items()} == {"plain": "passed", "resumed": "passed", "graphs": "pretrain ended with 2"}
+    assert 0 < found["plain"]["last_loss"] < 8.4 and found["graphs"]["last_loss"] is None
+    assert "--cuda-graph-scope block: got a machine without a GPU" in capfd.readouterr().err
+
+
 KILLER = """
 import json, os, signal, sys
 [found] = [part for part in json.load(open(REPORT))["parts"] if part["name"] == "killer"]
@@ -294,6 +355,7 @@ def test_parts_that_need_several_gpus_are_named_where_there_is_one() -> None:
     assert command[6:9] == ("-m", "tools.gpucheck.ab", "pp-ctas")
 
 
+@pytest.mark.few(1, all=2)
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["ab-priority", "ab-tp-comm-overlap", "ab-pp-ctas", "ab-attention-cp", "ab-grad-reduce-in-bf16-dp"])
 def test_switches_between_processes(name: str, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_it_has_the_tree(built: Path) -> None:
     assert tree | {"pyproject.toml", "README.md", "LICENSE", "PKG-INFO"} <= inside
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_it_runs_the_quickstart_from_an_empty_folder(python: Path, tmp_path: Path) -> None:
     """In small, ended by SIGTERM in the middle and started again. What it says to type next can be typed."""
     work = tmp_path / "empty"

@@ -12,9 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, and no other
 
@@ -28,7 +30,7 @@ EXAMPLE_MEMORY = 150_754_820_096
 """An H200's, where parts are listed without a GPU."""
 LEAST = 45.0
 """Seconds with which a part is still worth starting."""
-GRACE = 30.0
+GRACE = 10.0
 """Seconds in which a part that takes too long may write what it has."""
 KILLED = 15.0
 """Seconds after which nobody waits for a killed process any more: one whose GPU hangs may stay in
@@ -69,6 +71,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         help="tiny models, on a CPU too: shows that the check works, and no figures",
     )
     parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="parts at once, with --tiny: what does not work shows in minutes (default 1)",
+    )
+    parser.add_argument(
         "--resume",
         action="store_true",
         help="leave out the parts that have passed, by the report in FOLDER",
@@ -90,6 +98,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("report", type=Path, nargs="?", metavar="REPORT", help="for --into")
     options = parser.parse_args(words)
+    if options.jobs < 1 or (options.jobs > 1 and not options.tiny):
+        parser.error("--jobs: at least 1, and with --tiny alone: figures need the device alone")
     if options.layers < 0 or options.rounds < 1 or options.steps < 1 or options.minutes <= 0:
         parser.error(
             "--layers is not negative, --rounds and --steps are at least 1, --minutes is positive"
@@ -175,24 +185,38 @@ def check(
     seconds: float,
     machine: dict[str, str],
     earlier: Sequence[Outcome] = (),
+    *,
+    jobs: int = 1,
 ) -> int:
-    """Run parts for so long at most and write the reports, before and after each one: what ends the
-    check early, even with the machine, leaves what was found and where it ended. ``earlier``
-    outcomes are in the reports too. 0 if all passed, else 1."""
+    """Run parts, ``jobs`` at once, for so long at most and write the reports, before and after each
+    one: what ends the check early, even with the machine, leaves what was found and where it ended.
+    ``earlier`` outcomes are in the reports too. 0 if all passed, else 1."""
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     outcomes = list(earlier)
-    for part in parts:
+    under_way: dict[str, Outcome] = {}
+    noting = Lock()
+
+    def do(part: Part) -> None:
         begun = Outcome(part.name, part.title, shlex.join(part.command), BEGUN, 0.0)
-        write(folder / REPORT, machine, [*outcomes, begun])
-        outcomes.append(run(part, folder, seconds - GRACE - (time.monotonic() - begin)))
+        with noting:
+            under_way[part.name] = begun
+            write(folder / REPORT, machine, [*outcomes, *under_way.values()])
+        outcome = run(part, folder, seconds - GRACE - (time.monotonic() - begin))
         clock = f"{(time.monotonic() - begin) / 60:.1f} of {seconds / 60:g} minutes"
-        print(
-            f"== {part.name}: {outcomes[-1].status}, {outcomes[-1].seconds:.0f} s; {clock}\n",
-            flush=True,
-        )
-        write(folder / REPORT, machine, outcomes)
-        (folder / TABLES).write_text("\n".join(markdown(machine, outcomes)) + "\n")
+        print(f"== {part.name}: {outcome.status}, {outcome.seconds:.0f} s; {clock}\n", flush=True)
+        with noting:
+            del under_way[part.name]
+            outcomes.append(outcome)
+            write(folder / REPORT, machine, [*outcomes, *under_way.values()])
+            (folder / TABLES).write_text("\n".join(markdown(machine, outcomes)) + "\n")
+
+    if jobs == 1:
+        for part in parts:  # in this thread, which an interrupt ends
+            do(part)
+    else:
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(do, parts))
     print((folder / TABLES).read_text())
     bad = [outcome.name for outcome in outcomes if not outcome.passed]
     if bad:
@@ -224,12 +248,17 @@ def machine_of() -> tuple[dict[str, str], int] | None:
         ).stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         said = "unknown"
-    revision = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True
-    )
+    try:
+        revision = subprocess.run(
+            ["git", "-C", str(ROOT), "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+    except OSError:
+        revision = ""  # no git here, as where only the files were copied
     named = {
         "device": devices.name(device),
-        "commit": revision.stdout.strip() or "unknown",
+        "commit": revision or "unknown",
         "torch": torch.__version__,
         "CUDA": str(torch.version.cuda),
         "cuDNN": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
@@ -255,7 +284,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     named, memory = machine or ({"device": "none: no figure below means anything"}, EXAMPLE_MEMORY)
     setting = setting_of(options, memory, gpus=gpus_of(machine, listed=options.list))
-    setting = replace(setting, flash3_obstacle=flash3_obstacle())
+    setting = hindered(setting)
     parts = [part for part in all_parts(setting) if part.name.startswith(options.wanted)]
     if options.list:
         print("\n".join(f"{part.name}: {shlex.join(part.command)}" for part in parts))
@@ -271,7 +300,7 @@ def main(words: Sequence[str]) -> int:
         earlier = [outcome for outcome in outcomes if outcome.passed]
     done = {outcome.name for outcome in earlier}
     left = [part for part in parts if part.name not in done]
-    return check(left, options.out, options.minutes * 60, named, earlier)
+    return check(left, options.out, options.minutes * 60, named, earlier, jobs=options.jobs)
 
 
 def gpus_of(machine: object, *, listed: bool) -> int:
@@ -281,12 +310,20 @@ def gpus_of(machine: object, *, listed: bool) -> int:
     return devices.accelerator_count() if machine is not None else int(listed)
 
 
-def flash3_obstacle() -> str | None:
-    """Why FlashAttention 3 cannot run here."""
+def hindered(setting: Setting) -> Setting:
+    """The setting with what cannot run on this device."""
     from megatron_llama.engine.comm import device as devices
     from megatron_llama.engine.comm.flash3 import flash3_problem
+    from megatron_llama.model.nn.fp8.support import fp8_problem
+    from megatron_llama.model.plan.fp8 import BLOCKWISE, TENSORWISE
 
-    return flash3_problem(devices.accelerator(0))
+    device = devices.accelerator(0)
+    return replace(
+        setting,
+        flash3_obstacle=flash3_problem(device),
+        fp8_obstacle=fp8_problem(device, BLOCKWISE),
+        tensorwise_obstacle=fp8_problem(device, TENSORWISE),
+    )
 
 
 def write_figures(page: Path, report: Path) -> int:

@@ -41,7 +41,7 @@ from megatron_llama.errors import ConfigError, UserError, describe
 from megatron_llama.launch.join import join
 from megatron_llama.launch.launcher import Place, place_from_environment
 from megatron_llama.launch.mesh import build_mesh
-from megatron_llama.train.setup.flash3 import chosen_flash
+from megatron_llama.train.setup.kernels import chosen_flash
 from megatron_llama.train.setup.resolve import check
 from tools.bench_step import configuration
 from tools.compare_sharding import Trial, random_batches
@@ -68,6 +68,11 @@ SWITCHES: Mapping[str, Variants] = MappingProxyType(
         },
         "tp-comm-overlap": {"0": (), "4": ("--tp-comm-overlap", "4")},
         "tp-symm-mem": {"0": (), "symm_mem": ("--tp-comm-overlap", "symm_mem")},
+        "fp8": {
+            "bf16": (),
+            "blockwise": ("--fp8", "blockwise"),
+            "tensorwise": ("--fp8", "tensorwise"),
+        },
         "pp-ctas": {"all": ("--nccl-pp-max-ctas", "0"), "4": ("--nccl-pp-max-ctas", "4")},
     }
 )

@@ -15,6 +15,7 @@ from megatron_llama.engine.plan.memory import sized
 from megatron_llama.model.presets import PRESETS
 from megatron_llama.train.setup.memory import MemoryPlan
 from megatron_llama.train.setup.resolve import check
+from tools.gpucheck.use import NEED_FP8, NEED_GPU
 
 ROOT = Path(__file__).parent.parent.parent
 SHAPES = (("7b", "llama2-7b"), ("8b", "llama3-8b"))
@@ -42,11 +43,26 @@ TINY_LINKS = "--layers 1 --seq-length 64 --ranks 2 --rounds 1 --gigabytes-per-se
 TINY_STEP = (
     f"{TINY} --micro-batch-size 1 --global-batch-size 1 --bf16 --steps 1 --warmup 1 --rounds 2"
 )
+TINY_TILES = TINY_STEP.replace(
+    TINY,
+    "--hidden-size 128 --intermediate-size 128 --num-layers 3 --num-attention-heads 1 "
+    "--vocab-size 512 --seq-length 64",
+)
+"""For --fp8: matrices of whole tiles, and a block between the first and the last."""
 TINY_PATIENCE = 4
 """How many times as long a tiny part may take."""
 AB_LAYERS = 8
 """Blocks in the comparisons of switches: what they change is in every block."""
 MARKED = re.compile(r"mark\.(gpu|kernels)\b")
+ORACLES = {
+    "tests/kernels/test_liger.py": "liger_kernel",
+    "tests/kernels/test_torchao.py": "torchao",
+}
+"""Test files that need a package of another project."""
+IN_TILES = ("tests/kernels/test_fp8.py", "tests/model/nn/fp8/test_product.py")
+"""Test files of products with a scale for each tile, which not every GPU has."""
+WITH_SCALES = ("tests/model/nn/fp8/test_tensorwise.py",)
+"""Of products with a scale for each tensor, which some more GPUs have."""
 DECISIVE = (
     "tests/parallel/test_device.py",
     "tests/model/nn/test_attention.py",
@@ -109,6 +125,10 @@ class Setting:
     """How many there are; without, a tiny check leaves out what needs one."""
     flash3_obstacle: str | None = None
     """Why FlashAttention 3 cannot run here."""
+    fp8_obstacle: str | None = None
+    """Why --fp8 blockwise cannot run here."""
+    tensorwise_obstacle: str | None = None
+    """Why --fp8 tensorwise cannot run here."""
 
 
 def configuration(preset: str, seq_length: int, *, layers: int, dp: int) -> Config:
@@ -149,11 +169,14 @@ def all_parts(setting: Setting) -> list[Part]:
     time runs out."""
     parts = [
         _correct(setting),
+        _use(setting),
         *(_fitting(setting, *shape, 4096) for shape in SHAPES),
         _kernels(setting),
         *(_switch(setting, name, dp=dp) for name, dp in SWITCHES_ALONE),
         _graphs(setting),
         replace(_switch(setting, "flash-attention-3", dp=1), obstacle=setting.flash3_obstacle),
+        replace(_switch(setting, "fp8", dp=1), obstacle=setting.fp8_obstacle),
+        _fp8_peer(setting),
         *(_between(setting, *switch) for switch in SWITCHES_BETWEEN),
         *(_emulated(setting, *shape, 4096) for shape in SHAPES),
         _links(setting),
@@ -183,21 +206,38 @@ def _correct(setting: Setting) -> Part:
     return _pytest(setting, Part("correct", "a step is right on the device", DECISIVE, 150))
 
 
+def _use(setting: Setting) -> Part:
+    """What users type."""
+    words = ["--tiny", "--jobs", "2", "--seconds", "480"] if setting.tiny else []
+    without: tuple[str, ...] = () if setting.gpus else NEED_GPU
+    without += NEED_FP8 if setting.tiny or setting.fp8_obstacle is not None else ()
+    words += ["--without", ",".join(without)] if without else []
+    command = _module("gpucheck.use", words)
+    seconds = 125.0 if setting.tiny else 150.0
+    return _with_json(setting, Part("use", "small runs of every kind", command, seconds))
+
+
 def _tests(setting: Setting) -> Part:
     """The other tests that need a GPU."""
     files = [file for file in marked(ROOT) if file not in DECISIVE]
-    absent = []
-    if find_spec("liger_kernel") is None:
-        files.remove("tests/kernels/test_liger.py")
-        absent.append("tests/kernels/test_liger.py: liger_kernel is not installed")
+    absent = [file for file, package in ORACLES.items() if find_spec(package) is None]
+    reasons = [f"{file}: {ORACLES[file]} is not installed" for file in absent]
+    for needing, why in (
+        (IN_TILES, setting.fp8_obstacle),
+        (WITH_SCALES, setting.tensorwise_obstacle),
+    ):
+        if why is not None:
+            absent += needing
+            reasons += [f"{file}: {why}" for file in needing]
+    files = [file for file in files if file not in absent]
     title = "all other tests that need a GPU"
-    return _pytest(setting, Part("tests", title, tuple(files), 300, absent=tuple(absent)))
+    return _pytest(setting, Part("tests", title, tuple(files), 300, absent=tuple(reasons)))
 
 
 def _pytest(setting: Setting, part: Part) -> Part:
     """A part whose command is still its test files."""
     words = (sys.executable, "-m", "pytest", "-m", "gpu or kernels")
-    tiny = ("--collect-only",) if setting.tiny else ()
+    tiny = ("--collect-only",) if setting.tiny and not setting.gpus else ()
     obstacle = None if find_spec("pytest") is not None else "pytest is not installed"
     return replace(part, command=(*words, *tiny, *part.command), obstacle=obstacle)
 
@@ -206,11 +246,35 @@ def _switch(setting: Setting, name: str, *, dp: int) -> Part:
     """A switch on one device."""
     model = f"--model llama3-8b --num-layers {min(AB_LAYERS, setting.layers or AB_LAYERS)}"
     size = f"{model} --seq-length 8192 --micro-batch-size 1 --global-batch-size {2 * dp} --bf16"
-    words = TINY_STEP.replace("size 1 --bf16", f"size {dp} --bf16") if setting.tiny else size
+    tiny = TINY_TILES if name == "fp8" else TINY_STEP
+    words = tiny.replace("size 1 --bf16", f"size {dp} --bf16") if setting.tiny else size
     if dp > 1:
         words += f" --emulate-dp {dp}"
     title = f"{name}: off and on, 8B, {AB_LAYERS} layers, seq 8192" if not setting.tiny else name
     part = Part(f"ab-{name}", title, _module("gpucheck.ab", [name, *words.split()]), 150)
+    return _with_json(setting, part)
+
+
+def _fp8_peer(setting: Setting) -> Part:
+    """Ours in FP8 against HuggingFace with torchao's layers, which have the same recipe."""
+    layers = min(AB_LAYERS, setting.layers or AB_LAYERS)
+    size = (
+        f"--model llama3-8b --num-layers {layers} --seq-length 8192 --micro-batch-size 1 "
+        f"--global-batch-size 2 --rounds {setting.rounds} --steps {setting.steps}"
+    )
+    peer = "hf-fp8" if setting.tiny else "hf-fp8-compile"
+    lacking = [name for name in ("transformers", "torchao") if find_spec(name) is None]
+    contenders = "ours" if lacking else f"ours {peer}"
+    words = TINY_TILES if setting.tiny else f"{size} --bf16"
+    words += f" --dtypes bf16 --fp8 tensorwise --fp8-bf16-layers 0 --contenders {contenders}"
+    part = Part(
+        "step-fp8",
+        f"8B in FP8, {layers} layers, seq 8192" if not setting.tiny else "step-fp8, tiny",
+        _module("bench_step", words),
+        240,
+        absent=tuple(f"{peer}: {name} is not installed" for name in lacking),
+        obstacle=setting.tensorwise_obstacle,
+    )
     return _with_json(setting, part)
 
 

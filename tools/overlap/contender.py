@@ -16,6 +16,7 @@ from megatron_llama.engine.mesh import Mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
+from megatron_llama.model.nn.functional import Residual
 from megatron_llama.model.nn.linear import column_linear
 from megatron_llama.model.positions import Positions
 from tools.overlap.loss import token_losses
@@ -64,9 +65,10 @@ class Head(nn.Module):
         self.weight = cast(nn.Parameter, stage.head_weight)
         self.tp = stage.mesh.tp
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, residual: Residual) -> Tensor:
         """[s, b, h] -> logits [s, b, padded_vocab]."""
-        return column_linear(self.norm(x)[1], self.weight, self.tp, sequence_parallel=False)
+        normed = self.norm(*residual)[1]
+        return column_linear(normed, self.weight, self.tp, sequence_parallel=False)
 
 
 class Model(nn.Module):
@@ -101,11 +103,13 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Mean loss of ids [s, b], 0-dim."""
         positions: Positions = self._stage[0].positions(tokens.shape[0], tokens.device)
-        x = self.embedding(tokens)
+        residual = Residual(self.embedding(tokens))
         for block in self.blocks:
-            x = block(x, positions)
+            residual = block(residual, positions)
         head = self._stage[0]
-        return token_losses(self.head(x), labels, head.mesh.tp, head.config.vocab_size).mean()
+        return token_losses(
+            self.head(residual), labels, head.mesh.tp, head.config.vocab_size
+        ).mean()
 
 
 def wrapped(setting: Setting, config: Config) -> Model | UserModel:

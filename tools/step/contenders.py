@@ -23,7 +23,10 @@ from tools.compare_sharding import Trial, random_batches
 from tools.step.plain import PlainLlama
 
 DTYPES = ("fp32", "bf16")
-NAMES = ("ours", "ours-compile", "hf", "hf-compile", "torch", "torch-compile", "liger")
+NAMES = (
+    *("ours", "ours-compile", "hf", "hf-compile", "torch", "torch-compile"),
+    *("liger", "hf-fp8", "hf-fp8-compile"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,21 @@ class Contender(Protocol):
         """One whole step. Returns the loss before its update, 0-dim on the device."""
 
 
+def configured(entry: Entry, config: Config) -> Config:
+    """What a contender runs of a configuration. Only ours multiplies in FP8, in bf16 and without a
+    compiler."""
+    compiled = entry.name.endswith("-compile")
+    bf16 = entry.dtype == "bf16"
+    fp8 = config.training.fp8 if entry == Entry("ours", "bf16") else "none"
+    training = replace(config.training, compile=compiled, bf16=bf16, fp8=fp8)
+    return replace(config, training=training)
+
+
 class Ours:
     """The real engine. Master weights and gradients are fp32 also where parameters are bf16."""
 
     def __init__(self, entry: Entry, config: Config, world_size: int) -> None:
-        compiled = entry.name.endswith("-compile")
-        bf16 = entry.dtype == "bf16"
-        config = replace(config, training=replace(config.training, compile=compiled, bf16=bf16))
+        config = configured(entry, config)
         self._mesh = init_mesh(config, Place(0, world_size, 0))
         if config.training.attention_backend == "fa3":
             activate_flash3(self._mesh.device)  # for this process, which has one contender
@@ -130,7 +141,8 @@ class _Torch:
 
 class Transformers(_Torch):
     """HuggingFace's LlamaForCausalLM with torch's attention (``sdpa``). ``liger``: with Liger's
-    kernels in it."""
+    kernels in it. ``hf-fp8``: with torchao's linear layers, all but the head, with a scale for each
+    tensor."""
 
     def __init__(self, entry: Entry, config: Config) -> None:
         from transformers import LlamaForCausalLM
@@ -139,13 +151,28 @@ class Transformers(_Torch):
             from liger_kernel.transformers import apply_liger_kernel_to_llama
 
             apply_liger_kernel_to_llama()
-        super().__init__(partial(LlamaForCausalLM, hf_config(config.model)), entry, config)
+        make = partial(LlamaForCausalLM, hf_config(config.model))
+        in_fp8 = entry.name.startswith("hf-fp8")
+        super().__init__((lambda: _with_float8(make())) if in_fp8 else make, entry, config)
 
     def _loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         return cast(
             Tensor,
             self._call(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss,
         )
+
+
+def _with_float8(model: nn.Module) -> nn.Module:
+    from torchao.float8 import (  # type: ignore[import-not-found]
+        Float8LinearConfig,
+        convert_to_float8_training,
+    )
+
+    options = Float8LinearConfig(emulate=devices.is_host(devices.accelerator(0)))
+    convert_to_float8_training(
+        model, config=options, module_filter_fn=lambda module, name: name != "lm_head"
+    )
+    return model
 
 
 def hf_config(model: ModelConfig) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -112,6 +113,7 @@ def _serve(task: Task, pipe: Connection) -> None:
     except EOFError:
         return
     except Exception as error:
+        traceback.print_exc()
         pipe.send(
             f"{type(error).__name__}: "
             f"{str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
@@ -131,6 +133,7 @@ def _measure(task: Task) -> Callable[[int], Sample]:
     if fixed:
         fix_sums()
     device = devices.accelerator(0)
+    devices.open_backward(device)
     devices.reset_peak_memory(device)
     if task.world_size > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_llama.engine.comm import collectives
 from megatron_llama.model import llama
 from megatron_llama.model.nn import functional
+from megatron_llama.model.nn.functional import Residual
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.train.run import block_graphs
 from tools.stream_check.graphs import (
@@ -74,8 +75,8 @@ def _copies_a_weight() -> Iterator[None]:
 
     compute = llama.Block._compute
 
-    def reading(block: Any, x: Tensor, positions: Any) -> Tensor:
-        return compute(block, x * block.copied, positions)
+    def reading(block: Any, residual: Residual, positions: Any) -> Residual:
+        return compute(block, Residual(residual.sum() * block.copied), positions)
 
     with (
         patch.object(PipelineRuntime, "step", copying),

@@ -20,10 +20,8 @@ from unittest.mock import patch
 from torch import Tensor
 
 from megatron_llama.engine.comm import device as devices
-from megatron_llama.pipeline.plan.run_engine import engine_options, rank_bucket_plan
 from megatron_llama.train.run import block_graphs
-from megatron_llama.train.setup.checks.graphs import graph_problems, slot_problem
-from megatron_llama.train.setup.resolve import resolve
+from megatron_llama.train.setup.checks.graphs import graph_problems
 from tools.stream_check.events import Access, Alloc, Event, Free, Line, Memory, Signal, Site, Wait
 from tools.stream_check.layouts import Layout, model_layouts, train
 from tools.stream_check.order import Race, check, place
@@ -331,16 +329,8 @@ def graph_layouts() -> Mapping[str, Layout]:
 def _with_graphs(layout: Layout) -> Layout | None:
     training = replace(layout.config.training, cuda_graph_scope="block")
     config = replace(layout.config, training=training)
-    resolved = resolve(config, layout.world_size)
-    parallel = config.parallel
-    ranks = parallel.pipeline_model_parallel_size
-    tp = parallel.tensor_model_parallel_size
-    plans = [
-        rank_bucket_plan(resolved, dp=layout.world_size // (ranks * tp), rank=rank)
-        for rank in range(ranks)
-    ]
-    refused = [*graph_problems(config), slot_problem(plans, engine_options(resolved).grad_slots)]
-    if any(refused) or layout.documents or "timeline" in layout.between or layout.end == "reduced":
+    refused = any(graph_problems(config)) or layout.documents
+    if refused or "timeline" in layout.between or layout.end == "reduced":
         return None
     # The first step has no graphs, and a place that is taken again shows only in a third.
     return replace(layout, config=config, steps=max(4, layout.steps))

@@ -33,6 +33,7 @@ LLAMA_KIND: Mapping[str, Any] = MappingProxyType(
         "partial_rotary_factor": 1.0,
         "rope_local_base_freq": 0.0,
         "num_labels": 0,
+        "num_experts": 0,
     }
 )
 """Fields that make a model a plain LLaMA, whatever its family."""

@@ -48,12 +48,17 @@ class TransformersModel:
         # rounded. torch_dtype is the name that both transformers 4 and 5 understand.
         model: Any = architecture.from_pretrained(folder, torch_dtype=torch.float32, **kernels)
         self.cap = 0.0 if config.num_labels else config.final_logit_softcapping
+        self._config = config
         self._head = "score" if config.num_labels else "lm_head"
         self._device = devices.accelerator(0)
         self._model = model.float().to(self._device).eval()
 
     def fill(self, source: WeightSource) -> None:
         """Replace the weights by those of a source."""
+        if self._config.num_experts:
+            from megatron_llama.checkpoint.model_folders.hf import stacked_experts
+
+            source = stacked_experts.StackedExperts(source, self._config)
         for name, weight in self._model.named_parameters():
             shape = tuple(weight.shape)
             source(Rectangle(name, shape, (0,) * len(shape), shape, 0), weight.data)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils.deterministic
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -29,6 +30,15 @@ def accelerator(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def open_backward(device: torch.device) -> None:
+    """Let the thread in which autograd will run the device's backward passes enter its context."""
+    if not is_host(device):
+        # torch leaves that to the first kernel that is launched there by CUDA's runtime, and warns
+        # where a product of cuBLAS comes first. Choosing the device would do nothing on device 0.
+        one = torch.ones((), device=device, requires_grad=True)
+        (one * one).backward()  # type: ignore[no-untyped-call]
 
 
 class HelperThread(threading.Thread):
@@ -146,7 +156,13 @@ def backend(device: torch.device) -> str:
 def axis_backend(device: torch.device) -> str | None:
     """Return the torch.distributed backend of a group that moves only tensors of the device. None:
     that of the group of all ranks."""
-    return None if is_host(device) else "nccl"
+    return None if is_host(device) or sends_nothing() else "nccl"
+
+
+def sends_nothing() -> bool:
+    """Whether this process only plays one of many ranks: torch.distributed's ``fake`` backend, in
+    which no message goes anywhere."""
+    return dist.is_initialized() and dist.get_backend() == dist.Backend.FAKE
 
 
 def one_connection_per_peer(device: torch.device) -> bool:

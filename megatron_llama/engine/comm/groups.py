@@ -55,9 +55,9 @@ def close_mesh() -> None:
 def communicator_options(
     device: torch.device, timeout: timedelta, *, urgent: bool, max_ctas: int = 0
 ) -> Any:
-    """Return NCCL's options for a process group; on a host None. ``max_ctas`` is the most thread
-    blocks of its kernels, each on a multiprocessor; 0: as many as NCCL takes."""
-    if devices.is_host(device):
+    """Return NCCL's options for a process group; None where it is not NCCL's. ``max_ctas`` is the
+    most thread blocks of its kernels, each on a multiprocessor; 0: as many as NCCL takes."""
+    if devices.is_host(device) or devices.sends_nothing():
         return None
     # A kernel of a stream with high priority starts before the waiting kernels of other streams. So
     # the compute stream does not hold up a message that other ranks wait for.

@@ -189,6 +189,8 @@ class ModuleEngine:
             from megatron_llama.engine.shard.tensor_parallel import require_same_gradients
 
             require_same_gradients(self._values)
+        if self.result is None:
+            self._linears.end_first_step()
         self.result = result
         # A scheduler of torch warns if it is stepped before its optimizer, and asks this.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -301,9 +303,11 @@ class ModuleEngine:
         self._passes.meet(INITIALIZE)
         self._passes.suspended = True
         self._passes.shows_masters = True
+        self._linears.detach()
         try:
             initialize(self._values, self._units, fn)
         finally:
+            self._linears.attach()
             self._passes.suspended = False
             self._passes.shows_masters = False
             self._passes.values_changed()

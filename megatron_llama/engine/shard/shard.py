@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from megatron_llama.engine.shard.optimizer import (
 from megatron_llama.engine.shard.order import AccessOrder
 from megatron_llama.engine.shard.passes import Passes
 from megatron_llama.engine.shard.peers import Peers
-from megatron_llama.engine.shard.shard_options import SKIP, ShardOptions
+from megatron_llama.engine.shard.shard_options import FP8, NO_FP8, SKIP, ShardOptions
 from megatron_llama.engine.shard.snapshot import Snapshot
 from megatron_llama.engine.shard.specs import (
     ModuleUnit,
@@ -55,6 +55,9 @@ from megatron_llama.engine.shard.tensor_layouts import ALL_PLAIN, TensorLayouts
 from megatron_llama.engine.shard.unit_policies import DTYPE_NAMES, UnitPolicy, unit_policies
 from megatron_llama.engine.shard.values import named
 from megatron_llama.errors import ConfigError, describe, listing
+
+if TYPE_CHECKING:
+    from megatron_llama.engine.shard.fp8 import Except, FP8Layers
 
 TORCHS_DEFAULTS = AdamW()
 
@@ -83,6 +86,8 @@ def shard(
     ignored_values: str = RANK0,
     buffers: str = OWN,
     loss_scaling: LossScaling | None = None,
+    fp8: str = NO_FP8,
+    fp8_except: Except = (),
     **offload_options: Any,
 ) -> ModuleEngine:
     """Shard a module over data-parallel ranks, and return the engine that trains it. Collective.
@@ -164,6 +169,13 @@ def shard(
     statistics), as FSDP2 does; with ``"rank0"`` a training pass begins with rank 0's, as in DDP,
     and sharded state dicts have these.
 
+    ``fp8`` lets each nn.Linear in a unit that computes in bf16 multiply in FP8, forward and for the
+    gradient of its input (docs/fp8.md): ``"blockwise"`` with a scale for 128 numbers of a row, and
+    for 128 x 128 of a weight, ``"tensorwise"`` with one for a tensor. ``fp8_except`` are modules
+    that stay as they are, with all in them: names, patterns of names, modules. A warning names
+    whatever else has a matrix and stays. Weight gradients, masters, messages and state dicts are as
+    without. Codes of a weight are made once for each update, or whenever it is gathered.
+
     Rank 0's first values of parameters and buffers count. Raises ConfigError with all that is
     wrong."""
     if not isinstance(model, nn.Module):
@@ -179,6 +191,11 @@ def shard(
     all_names = parameter_names(model)
     left_out = IgnoredParameters(ignored, all_names, own_values=ignored_values == OWN)
     names = left_out.without(all_names)
+    in_fp8: FP8Layers | None = None
+    if fp8 != NO_FP8 and fp8 in FP8:
+        from megatron_llama.engine.shard.fp8 import FP8Layers
+
+        in_fp8 = FP8Layers(model, fp8, fp8_except)
     options = ShardOptions(
         strategy=strategy,
         clip=clip,
@@ -198,6 +215,8 @@ def shard(
         buffers=buffers,
         loss_scaling=loss_scaling,
         offload_options=offload_options,
+        fp8=fp8,
+        fp8_except=in_fp8.excepted if in_fp8 else (),
     )
     device = model_device(names.keys(), mesh)
     # All problems at once: a job of many processes takes minutes to start again.
@@ -224,6 +243,11 @@ def shard(
 
         problems += tensor_parallel_problems(model, names)
     problems += left_out.problems(optimizer)
+    if in_fp8 is not None:
+        problems += in_fp8.choose(all_units, names, compute_dtype)
+    elif fp8 == NO_FP8 and fp8_except != ():
+        expected = "fp8 as well"
+        problems.append(describe("fp8_except", got="no fp8", expected=expected, do="leave it out"))
     half = torch.float16 in (compute_dtype, *own_dtypes(all_units).values())
     if half and optimizer_offload != "none":
         problems.append(
@@ -266,6 +290,8 @@ def shard(
         common = [name for name in left_out.parameters if name not in apart]
         require_same_model(model, data.world, apart.values())
         require_same_options(options.agreed(described, groups, common), data.world)
+        if in_fp8 is not None:
+            in_fp8.require_device(data.device)
         data = add_shard_axes(data, mesh, shard_size if strategy_named(strategy).sharded else 1)
         layout = state_layout(data, mesh)
         own_names = names
@@ -283,6 +309,7 @@ def shard(
             compute_dtype,
             left_out,
             layouts,
+            in_fp8,
         )
         engine.optimizer.take_over(torch_optimizers(optimizer), names)
         return engine
@@ -329,6 +356,7 @@ def _build(
     compute_dtype: torch.dtype,
     ignored: IgnoredParameters,
     layouts: TensorLayouts,
+    in_fp8: FP8Layers | None,
 ) -> ModuleEngine:
     """Build the engine, and let the module hold placeholders."""
     trained = any(parameter.requires_grad for parameter in names)
@@ -362,7 +390,9 @@ def _build(
         values.ignored = dict(ignored.aliases())
         ignored.share(values)
         # Before the classes of modules change: it looks for what is exactly an nn.Linear.
-        linears = AttachedLinears(model)
+        linears = AttachedLinears(model) if in_fp8 is None else in_fp8.attach(model)
+        if in_fp8 is not None and mesh.world.rank == 0:
+            in_fp8.warn(mesh.device)
         by_unit = strategy_named(options.strategy).by_unit
         marks = Marks(model, marked=by_unit and mesh.dp_gather.size > 1)
         order = AccessOrder(

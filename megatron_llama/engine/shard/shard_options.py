@@ -20,6 +20,8 @@ from megatron_llama.errors import describe
 STRATEGIES = (NO_SHARD, *BY_TRAFFIC)
 REDUCTIONS = ("mean", "sum")
 OFFLOADS = ("none", "exact", "zenflow")
+NO_FP8 = "none"
+FP8 = (NO_FP8, "blockwise", "tensorwise")
 SKIP = "skip"
 WHAT_BECOMES_OF_UNUSED = (None, "zero", SKIP)
 
@@ -46,6 +48,9 @@ class ShardOptions:
     loss_scaling: LossScaling | None
     offload_options: Mapping[str, Any]
     unused: str | None = None
+    fp8: str = NO_FP8
+    fp8_except: Sequence[str] = ()
+    """The names of modules that the argument means."""
 
     def agreed(
         self, units: Sequence[str], groups: Sequence[ParameterGroup], ignored: Sequence[str]
@@ -90,6 +95,7 @@ class ShardOptions:
             ("strategy", self.strategy, STRATEGIES),
             ("reduction", self.reduction, REDUCTIONS),
             ("optimizer_offload", self.optimizer_offload, OFFLOADS),
+            ("fp8", self.fp8, FP8),
             ("unused", self.unused, WHAT_BECOMES_OF_UNUSED),
             ("ignored_values", self.ignored_values, WHOSE_VALUES),
             ("buffers", self.buffers, WHOSE_BUFFERS),

@@ -15,6 +15,8 @@ FAMILIES: Registry[Family] = Registry(
         "phi3": "model.families.phi3:PHI3",
         "gemma2": "model.families.gemma2:GEMMA2",
         "gemma3_text": "model.families.gemma3_text:GEMMA3_TEXT",
+        "mixtral": "model.families.mixtral:MIXTRAL",
+        "qwen3_moe": "model.families.qwen3_moe:QWEN3_MOE",
         "olmo2": "model.families.olmo2:OLMO2",
     }
 )

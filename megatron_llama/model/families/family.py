@@ -7,13 +7,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_llama.config.schema import ModelConfig
+from megatron_llama.model.families.reader import ConfigReader
 from megatron_llama.model.families.windows import NO_WINDOWS, Windows
 from megatron_llama.model.rope import ROPE_FIELDS
 
 
 @dataclass(frozen=True)
+class OwnFields:
+    """Fields of a ModelConfig for which the ``config.json`` of a family has rules of its own."""
+
+    names: tuple[str, ...]
+    """Those that no model of the family does without."""
+    read: Callable[[ConfigReader, ModelConfig], dict[str, Any]]
+    write: Callable[[ModelConfig], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
 class Family:
-    """A family of dense decoders, as HuggingFace's transformers has it."""
+    """A family of decoders, as HuggingFace's transformers has it."""
 
     model_type: str
     """Its name in ``config.json``."""
@@ -41,6 +52,8 @@ class Family:
     """Further names in published files, with the values that change nothing."""
     windows: Windows = NO_WINDOWS
     """The spelling of sliding windows in its ``config.json``."""
+    experts: OwnFields | None = None
+    """The spelling of experts in its ``config.json``. None: all its blocks are dense."""
     rope_types: tuple[str, ...] = tuple(ROPE_FIELDS)
     """Rotary scalings that its class in transformers knows."""
     whole_heads: bool = False

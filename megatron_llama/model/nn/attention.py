@@ -30,6 +30,8 @@ _BIAS_ALIGNMENT = 16
 """Elements to which the rows of a bias must be aligned for the accelerator's kernel."""
 _LSE_ALIGNMENT = 32
 """Queries to which that kernel pads its log-sum-exp."""
+_HEAD_ALIGNMENT = 16
+"""Bytes in whose multiples that kernel takes heads."""
 _SOUND_CUDNN = 91500
 """Up to this version cuDNN's attention was wrong for some lengths; torch, too, prefers it only from
 later ones on."""
@@ -246,11 +248,12 @@ def attend(
             query, key, value, 0.0, causal, scale=rule.scale
         )
     else:
-        k = _expanded(key, query)
-        v = _expanded(value, query)
+        q, k, v = (_aligned(_expanded(heads, query)) for heads in (query, key, value))
+        head_dim = query.shape[3]
         out, padded, *_ = _aten._scaled_dot_product_efficient_attention(
-            query, k, v, bias, True, 0.0, causal, scale=rule.scale
+            q, k, v, bias, True, 0.0, causal, scale=rule.scale_of(head_dim)
         )
+        out = out[..., :head_dim]
         lse = padded[..., : query.shape[2]]
     return out, lse
 
@@ -284,6 +287,10 @@ def attend_backward(
     lse = lse.contiguous()
     if is_host(query.device):
         return _backward_on_host(grad, query, key, value, out, lse, bias, causal, rule)
+    # Token by token, [b, s_q, n, d], as kernels write it. In 16 bits the memory-efficient one takes
+    # this for granted, whatever the strides, and gradients would be wrong; torch keeps cuDNN's
+    # plans by the strides of queries, keys and values alone; for flash attention torch does this.
+    grad, out = (heads.transpose(1, 2).contiguous().transpose(1, 2) for heads in (grad, out))
     lengths = (query.shape[2], key.shape[2])
     kernel = piece_kernel(query, key, value, bias, causal=causal, backend=backend)
     if kernel is SDPBackend.CUDNN_ATTENTION:
@@ -303,26 +310,17 @@ def attend_backward(
             scale=rule.scale,
         )
     else:
-        expanded_key = _expanded(key, query)
-        expanded_value = _expanded(value, query)
+        q, k, v = (_aligned(_expanded(heads, query)) for heads in (query, key, value))
         lse = F.pad(lse, (0, -lse.shape[2] % _LSE_ALIGNMENT), value=float("inf"))
         unused = torch.zeros((), dtype=torch.int64, device=query.device)
         wanted = (True, True, True, False)
-        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            grad,
-            query,
-            expanded_key,
-            expanded_value,
-            bias,
-            out,
-            lse,
-            unused,
-            unused,
-            0.0,
-            wanted,
-            causal,
-            scale=rule.scale,
+        head_dim = query.shape[3]
+        aligned = _aten._scaled_dot_product_efficient_attention_backward(
+            *(_aligned(grad), q, k, v, bias, _aligned(out), lse),
+            *(unused, unused, 0.0, wanted, causal),
+            scale=rule.scale_of(head_dim),
         )
+        dq, dk, dv = (gradient[..., :head_dim] for gradient in aligned[:3])
         grads = dq, _summed(dk, key), _summed(dv, value)
     dq, dk, dv = grads
     return dq, dk, dv
@@ -423,6 +421,13 @@ def _expanded(heads: Tensor, query: Tensor) -> Tensor:
     """Repeat key or value heads, one for each query head."""
     groups = query.shape[1] // heads.shape[1]
     return heads if groups == 1 else heads.repeat_interleave(groups, dim=1)
+
+
+def _aligned(heads: Tensor) -> Tensor:
+    """Append zeros to heads [b, n, s, d] of a size that the kernel does not take, which change no
+    score and no output. The order in memory stays, or becomes token by token."""
+    missing = -heads.shape[3] % (_HEAD_ALIGNMENT // heads.element_size())
+    return F.pad(heads.transpose(1, 2), (0, missing)).transpose(1, 2) if missing else heads
 
 
 def _summed(grad: Tensor, heads: Tensor) -> Tensor:

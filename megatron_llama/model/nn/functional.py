@@ -3,7 +3,7 @@ models."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,24 @@ from megatron_llama.engine.param_handle import UnshardedRead, deliver, wait_unsh
 from megatron_llama.engine.tensors import rows
 from megatron_llama.model.nn.ops import PLAIN, Gate, Ops, scaled
 from megatron_llama.model.nn.recompute import Recomputable
+
+
+class Residual(NamedTuple):
+    """The residual stream, [s or s/tp, b, h], and the output of the last layer, which the norm in
+    front of the next one adds in its own pass over memory. ``delta`` is None where the stream is
+    complete."""
+
+    stream: Tensor
+    delta: Tensor | None = None
+
+    @property
+    def newest(self) -> Tensor:
+        """The output of the last layer: the first tensor whose gradient backward completes."""
+        return self.stream if self.delta is None else self.delta
+
+    def sum(self) -> Tensor:
+        """Return the complete stream, for all readers but a norm."""
+        return self.stream if self.delta is None else self.stream + self.delta
 
 
 class _AddNorm(torch.autograd.Function):
@@ -59,16 +77,9 @@ class _AddNorm(torch.autograd.Function):
             )
         else:
             weight_grad = rows(normed_grad.to(scale.dtype) * (total * scale)).sum(0)
-        if needs_weight:
-            weight_grad = deliver(ctx.unsharded.handle, weight_grad, weight.dtype)
-        return (
-            x_grad,
-            x_grad if needs_delta else None,
-            weight_grad if needs_weight else None,
-            None,
-            None,
-            None,
-        )
+        handle = ctx.unsharded.handle
+        returned = deliver(handle, weight_grad, weight.dtype) if needs_weight else None
+        return x_grad, x_grad if needs_delta else None, returned, None, None, None
 
 
 def rms_norm(

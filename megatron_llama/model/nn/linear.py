@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NotRequired, TypedDict, Unpack, cast
+from typing import Any, NotRequired, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from megatron_llama.engine.param_handle import (
     wait_unsharded,
 )
 from megatron_llama.engine.tensors import at_least_fp32, rows
-from megatron_llama.model.nn.overlap import TensorOverlap
+from megatron_llama.model.nn.overlap import LayerProducts, Products, TensorOverlap
 from megatron_llama.model.nn.recompute import Recomputable
 
 
@@ -32,7 +32,7 @@ def empty_weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, device="meta"))
 
 
-FIRST_WEIGHT = 7
+FIRST_WEIGHT = 8
 """Position of the first weight among the arguments of ``Linear``."""
 
 
@@ -42,9 +42,10 @@ class _Linear(torch.autograd.Function):
 
     ``column``: each tp rank holds some of the outputs, so its input gradient is a partial sum.
     ``sequence``: the input is a shard of the sequence, gathered for the product, and gathered again
-    in backward rather than kept. ``overlap`` hides the first of these gathers; None: it is waited
-    for. ``recompute``: kept in place of the input, to make it again in backward; None: the input
-    itself is kept."""
+    in backward rather than kept. ``products`` multiply by weights; weight gradients are products in
+    the dtype of the input whatever they are. ``overlap`` hides the first of these gathers; None: it
+    is waited for. ``recompute``: kept in place of the input, to make it again in backward; None:
+    the input itself is kept."""
 
     @staticmethod
     def forward(
@@ -53,6 +54,7 @@ class _Linear(torch.autograd.Function):
         tp: Axis,
         column: bool,
         sequence: bool,
+        products: Products,
         overlap: TensorOverlap | None,
         recompute: Recomputable | None,
         count: int,
@@ -68,6 +70,7 @@ class _Linear(torch.autograd.Function):
         ctx.tp = tp
         ctx.column = column
         ctx.sequence = sequence
+        ctx.products = products
         gathered = None
         # Before the weights are waited for: their own gathers may run meanwhile.
         if sequence and overlap is not None:
@@ -83,10 +86,9 @@ class _Linear(torch.autograd.Function):
             if bias is not None:
                 ctx.bias_handles.append((wait_unsharded(bias).handle, bias.dtype))
             if gathered is None:
-                # F.linear, but on some CPUs oneDNN's product
-                outputs.append(gemm.linear(x, weight, bias))
+                outputs.append(products.linear(x, weight, bias))
         if gathered is not None:
-            return gathered.products(weights, biases)
+            return gathered.products(weights, biases, products)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     @staticmethod
@@ -99,6 +101,7 @@ class _Linear(torch.autograd.Function):
         needs_biases = ctx.needs_input_grad[FIRST_WEIGHT + count :]
         sizes = [len(weight) for weight in weights]
         grads = (grad,) if count == 1 else grad.split_with_sizes(sizes, dim=-1)
+        given = [ctx.products.gradient(out_grad) for out_grad in grads] if needs_x else []
         handles: list[ParamHandle | None] = [read.handle for read in ctx.unsharded]
         write_gradients = partial(_weight_gradients, handles, grads, needs_weights)
 
@@ -106,9 +109,8 @@ class _Linear(torch.autograd.Function):
         if any(needs_weights):
             # Detached: a weight gradient that is postponed must not keep the graph below its input.
             detached = (source.detach() for source in sources)
-            start_input = partial(
-                start_input_again, ctx.make_input, ctx.tp if ctx.sequence else None, *detached
-            )
+            axis = ctx.tp if ctx.sequence else None
+            start_input = partial(start_input_again, ctx.make_input, axis, *detached)
             # A pass postpones the gradients of all weights or of none, so any handle can be asked.
             if handles[0] is not None:
                 work = partial(_postponed_wgrads, write_gradients, start_input)
@@ -122,9 +124,9 @@ class _Linear(torch.autograd.Function):
         x_grad = None
         reducing = collectives.DONE
         if needs_x:
-            for read, out_grad, weight in zip(ctx.unsharded, grads, weights, strict=True):
+            for read, out_grad, weight in zip(ctx.unsharded, given, weights, strict=True):
                 read.check()
-                through_weight = gemm.linear_backward(out_grad, weight)
+                through_weight = ctx.products.linear_backward(out_grad, weight)
                 x_grad = through_weight if x_grad is None else x_grad.add_(through_weight)
             assert x_grad is not None
             # The reduction runs while the weight gradients are computed.
@@ -220,9 +222,11 @@ def column_linear(
     return _linear(x, (weight,), (), tp, column=True, sequence=sequence_parallel and tp.size > 1)
 
 
-def plain_linear(x: Tensor | Recomputable, weight: Tensor, tp: Axis) -> Tensor:
+def plain_linear(
+    x: Tensor | Recomputable, weight: Tensor, tp: Axis, products: Products = gemm
+) -> Tensor:
     """Multiply x [..., d] by a weight [f, d]: [..., f], without communication."""
-    return _linear(x, (weight,), (), tp, column=False, sequence=False)
+    return _linear(x, (weight,), (), tp, column=False, sequence=False, products=products)
 
 
 def _linear(
@@ -233,38 +237,43 @@ def _linear(
     *,
     column: bool,
     sequence: bool,
+    products: Products = gemm,
     overlap: TensorOverlap | None = None,
 ) -> Tensor:
     value, recompute = (x.value, x) if isinstance(x, Recomputable) else (x, None)
-    out = _Linear.apply(  # type: ignore[no-untyped-call]
-        value, tp, column, sequence, overlap, recompute, len(weights), *weights, *biases
-    )
+    how = (tp, column, sequence, products, overlap, recompute, len(weights))
+    out = _Linear.apply(value, *how, *weights, *biases)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
 
 
-class LinearOptions(TypedDict):
-    """How a linear layer is spread over tp."""
+class LinearOptions(LayerProducts):
+    """How a linear layer is spread over tp, and computed."""
 
     tp: Axis
     sequence_parallel: bool
     bias: NotRequired[bool]
-    overlap: NotRequired[TensorOverlap | None]
-    """Hides the gather of an input, or the sum of outputs; None: it is waited for."""
 
 
-class ColumnLinear(nn.Module):
+class _ParallelLinear(nn.Module):
+    def __init__(self, inputs: int, outputs: int, **spread: Unpack[LinearOptions]) -> None:
+        """Make the weight of this rank's ``inputs`` and ``outputs``."""
+        super().__init__()
+        self.tp = spread["tp"]
+        self.sequence_parallel = spread["sequence_parallel"]
+        self.overlap = spread.get("overlap")
+        self.products = spread.get("products", gemm)
+        self.weight = empty_weight(outputs, inputs)
+        self.bias = empty_weight(outputs) if spread.get("bias") else None
+        self.adapters: nn.Module | None = None
+        """A low-rank addition to the output (``model/nn/lora.py``)."""
+
+
+class ColumnLinear(_ParallelLinear):
     """A linear layer whose outputs are split over tp: [s or s/tp, b, inputs] to [s, b, outputs /
     tp]."""
 
     def __init__(self, inputs: int, outputs: int, **spread: Unpack[LinearOptions]) -> None:
-        super().__init__()
-        self.tp = tp = spread["tp"]
-        self.sequence_parallel = spread["sequence_parallel"]
-        self.overlap = spread.get("overlap")
-        self.weight = empty_weight(outputs // tp.size, inputs)
-        self.bias = empty_weight(outputs // tp.size) if spread.get("bias") else None
-        self.adapters: nn.Module | None = None
-        """A low-rank addition to the output (``model/nn/lora.py``)."""
+        super().__init__(inputs, outputs // spread["tp"].size, **spread)
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """Multiply, and gather the sequence before it with sequence parallelism."""
@@ -277,13 +286,12 @@ def stacked_outputs(x: Tensor | Recomputable, layers: Sequence[ColumnLinear]) ->
 
     The input is gathered once for all of them, and its gradients are summed before they are
     reduced."""
-    tp = layers[0].tp
-    sequence_parallel = layers[0].sequence_parallel
+    first = layers[0]
     weights = [layer.weight for layer in layers]
     biases = [layer.bias for layer in layers if layer.bias is not None]
-    sequence = sequence_parallel and tp.size > 1
-    overlap = layers[0].overlap
-    out = _linear(x, weights, biases, tp, column=True, sequence=sequence, overlap=overlap)
+    how: Any = {"products": first.products, "overlap": first.overlap}
+    sequence = first.sequence_parallel and first.tp.size > 1
+    out = _linear(x, weights, biases, first.tp, column=True, sequence=sequence, **how)
     if all(layer.adapters is None for layer in layers):
         return out
     from megatron_llama.model.nn.lora import column_additions  # which few runs need
@@ -291,19 +299,13 @@ def stacked_outputs(x: Tensor | Recomputable, layers: Sequence[ColumnLinear]) ->
     return out + column_additions(x, layers)
 
 
-class RowLinear(nn.Module):
+class RowLinear(_ParallelLinear):
     """A linear layer whose inputs are split over tp: [s, b, inputs / tp] to [s or s/tp, b,
     outputs], summed over tp."""
 
     def __init__(self, inputs: int, outputs: int, **spread: Unpack[LinearOptions]) -> None:
-        super().__init__()
-        self.tp = tp = spread["tp"]
-        self.sequence_parallel = spread["sequence_parallel"]
-        self.overlap = spread.get("overlap")
-        self.weight = empty_weight(outputs, inputs // tp.size)
-        self.bias = empty_weight(outputs) if spread.get("bias") else None
-        self.adapters: nn.Module | None = None
-        """A low-rank addition to the output (``model/nn/lora.py``)."""
+        super().__init__(inputs // spread["tp"].size, outputs, **spread)
+        self.products = spread.get("row_products", self.products)
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """Multiply, sum over tp (with sequence parallelism each rank a part of the sequence), and
@@ -312,7 +314,7 @@ class RowLinear(nn.Module):
         if self.overlap is not None and self.tp.size > 1:
             out = self.overlap.sum(x, self, addition)
         else:
-            out = plain_linear(x, self.weight, self.tp)
+            out = plain_linear(x, self.weight, self.tp, self.products)
             out = out if addition is None else out + addition
             summed = autograd.scatter_sequence if self.sequence_parallel else autograd.reduce
             out = summed(out, self.tp)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.engine.param_handle import ParamHandle, wait_unsharded
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.model.nn.linear import RowLinear, start_input_again, weight_gradient
+from megatron_llama.model.nn.overlap import Products
 from megatron_llama.model.nn.recompute import Recomputable
 
 
@@ -76,7 +77,10 @@ class Gathered:
     tp: Axis
     operators: Operators
 
-    def products(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    def products(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], products: Products
+    ) -> Tensor:
+        # The operator multiplies itself, so products in FP8 are refused with it.
         outputs = self.gathered_products([weight.t() for weight in weights], keep=False)[1]
         for out, bias in zip(outputs, biases, strict=True):
             if bias is not None:
@@ -148,6 +152,6 @@ class _Row(torch.autograd.Function):
                 x, _ = start_input_again(ctx.make_input, None, *detached)
                 return weight_gradient(handle, whole, x)
 
-            postponed = handle is not None and handle.keep_wgrad(lambda: cast(None, write()))
+            postponed = handle is not None and handle.keep_wgrad(write)
             weight_grad = None if postponed else write()
         return x_grad, None, None, None, weight_grad

@@ -16,6 +16,7 @@ from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.model.plan.chunks import HEAD_CHUNK, LOSS_CHUNK, Granularity, head_rows
 from megatron_llama.model.plan.itemsize import compute_itemsize
 from megatron_llama.model.plan.params import kv_copies, padded_vocab_size
+from megatron_llama.model.plan.pieces import chosen_pieces
 
 ROTARY_BYTES = 4
 """An entry of the rotary table, always fp32."""
@@ -46,13 +47,21 @@ class Activations:
     head_chunk: int = HEAD_CHUNK
     head_ranks: int = 0
     """Context-parallel ranks that exchange the sequence for heads."""
+    pieces: int = 1
+    """Of a message over tp. From 2 on the gradient of an MLP's output is kept, whole, until the
+    attention's backward pass (``model/nn/pieces.py``)."""
 
     @staticmethod
     def from_config(config: Config) -> Activations:
         """Return the activations of a resolved configuration."""
         training = config.training
         parallel = config.parallel
-        return Activations(
+        kind = Activations
+        if config.model.num_experts:
+            from megatron_llama.model.plan.expert_memory import ExpertActivations  # of few models
+
+            kind = ExpertActivations
+        return kind(
             config.model,
             training.micro_batch_size,
             training.seq_length,
@@ -63,6 +72,7 @@ class Activations:
             config.data.reset_position_ids,
             config.lora.lora_rank * len(config.lora.lora_target_modules),
             head_ranks=parallel.head_ranks,
+            pieces=chosen_pieces(config),
         )
 
     @property
@@ -172,6 +182,14 @@ class Activations:
         outputs = 2 * self.hidden if self._norms_before else 0
         return selective + outputs + self._inner
 
+    def blocks(self, layers: range, granularity: Granularity) -> int:
+        """Return the bytes of the blocks of some layers."""
+        return len(layers) * self.block(granularity)
+
+    def postponed_blocks(self, layers: range, granularity: Granularity) -> int:
+        """Return the same between BACKWARD_INPUT and BACKWARD_WEIGHT."""
+        return len(layers) * self.postponed_block(granularity)
+
     def postponed_block(self, granularity: Granularity) -> int:
         """Return one block between BACKWARD_INPUT and BACKWARD_WEIGHT: the inputs and the output
         gradients of its four matrix products."""
@@ -237,7 +255,9 @@ class Activations:
         """Return the bytes for the backward pass of a block besides what is kept: what it computes
         again, and the largest gradients that exist at once, those of the MLP's two inner
         activations and of their product."""
-        return self.block("none") - self.block(recomputed) + 3 * self._inner
+        is_kept = self.pieces > 1 and self.sequence_parallel
+        kept = self.tokens * self.model.hidden_size * self.itemsize if is_kept else 0
+        return self.block("none") - self.block(recomputed) + 3 * self._inner + kept
 
     def head(self, *, in_chunks: bool) -> int:
         """Return the bytes of final norm, head and loss. The gradient of the logits is the largest
@@ -259,7 +279,7 @@ class Activations:
 
     def stage(
         self,
-        blocks: int,
+        layers: range,
         granularity: Granularity,
         recomputing: int,
         *,
@@ -267,19 +287,18 @@ class Activations:
         last: bool,
         in_chunks: bool = False,
     ) -> int:
-        """Return the bytes of a pipeline stage of ``blocks`` blocks, of which ``recomputing``
+        """Return the bytes of a pipeline stage of these layers, of which the first ``recomputing``
         recompute. ``in_chunks``: the last stage never holds the logits of all tokens."""
-        kept = recomputing * self.block(granularity) + (blocks - recomputing) * self.block("none")
-        kept += self.rotary * (blocks > 0)
+        kept = self.blocks(layers[:recomputing], granularity)
+        kept += self.blocks(layers[recomputing:], "none") + self.rotary * (len(layers) > 0)
         return kept + first * self.embedding + last * self.head(in_chunks=in_chunks)
 
     def postponed_stage(
-        self, blocks: int, granularity: Granularity, recomputing: int, *, first: bool, last: bool
+        self, layers: range, granularity: Granularity, recomputing: int, *, first: bool, last: bool
     ) -> int:
         """Return the bytes of a stage between BACKWARD_INPUT and BACKWARD_WEIGHT: its blocks, and
         the gradients of the looked-up rows and of the logits."""
-        kept = recomputing * self.postponed_block(granularity) + (
-            blocks - recomputing
-        ) * self.postponed_block("none")
+        kept = self.postponed_blocks(layers[:recomputing], granularity)
+        kept += self.postponed_blocks(layers[recomputing:], "none")
         rows = self.tokens * (8 + self.model.hidden_size * self.itemsize)
         return kept + first * rows + last * (self.hidden + self.logits)

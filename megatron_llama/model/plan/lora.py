@@ -35,10 +35,13 @@ def adapter_names(name: str) -> tuple[str, str]:
 
 
 def projections(model: ModelConfig) -> tuple[str, ...]:
-    """Return the linear layers of a transformer block, by their names in the HuggingFace model."""
+    """Return the linear layers of a transformer block that may have additions, by their names in
+    the HuggingFace model: all, or those of attention in a model with experts."""
     rows = dict.fromkeys(MODULES, 0)
     family = FAMILIES[model.model_type]
-    theirs = (family.place(module, rows)[0] for module in MODULES)
+    # Experts get no additions, and neither do the MLPs of dense blocks beside them.
+    modules = MODULES[: 4 if model.num_experts else None]
+    theirs = (family.place(module, rows)[0] for module in modules)
     return tuple(dict.fromkeys(name.rpartition(".")[2] for name in theirs))
 
 

@@ -135,10 +135,7 @@ class Shapes:
             *self._rows(prefix, "self_attn.o_proj", query, bias=m.attention_bias),
             *self._block_norm(prefix, "post_self_attn_layernorm", present=behind),
             *self._block_norm(prefix, "post_attention_layernorm", present=before),
-            *self._columns(
-                prefix, "mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), bias=m.mlp_bias
-            ),
-            *self._rows(prefix, "mlp.down_proj", m.intermediate_size, bias=m.mlp_bias),
+            *self._mlp(prefix, layer),
             *self._block_norm(prefix, "post_mlp_layernorm", present=behind),
         )
         return UnitSpec(f"layers.{layer}", params, is_block=True)
@@ -149,27 +146,27 @@ class Shapes:
         name = "model.norm.weight"
         norm = self._norm(name, name)
         if self.model.num_labels:
-            return UnitSpec("head", (norm, self._score()))
+            from megatron_llama.model.plan.score import score_param  # of reward models
+
+            return UnitSpec("head", (norm, score_param(self)))
         # One parameter, with two gradients: the spec of the embedding counts both.
         if shared:
             return UnitSpec("head", (norm,))
         source = EMBEDDING if tied else "lm_head.weight"
         return UnitSpec("head", (norm, self._vocab("lm_head.weight", source, tied, 1)))
 
-    def _score(self) -> ParamSpec:
-        """Return the weight of a reward model's score, which every tp rank holds. With sequence
-        parallelism each scores its part of the sequence."""
-        shape = (self.model.num_labels, self.model.hidden_size)
-        # One row: gathering it before each access would cost a message and save next to nothing.
-        return ParamSpec(
-            SCORE,
-            shape,
-            (HFSlice(SCORE, shape, 0, shape[0]),),
-            decay=True,
-            copies=self.tp,
-            partial_grad=self.sequence_parallel and self.tp > 1,
-            stage=self.stage,
-            resident=True,
+    def _mlp(self, prefix: str, layer: int) -> tuple[ParamSpec, ...]:
+        """Return what follows attention: the weights of an MLP, or of a router and experts."""
+        m = self.model
+        if m.num_experts:
+            from megatron_llama.model.plan import experts  # of few models
+
+            if experts.is_sparse(m, layer):
+                return experts.expert_params(self, prefix)
+        modules = ("mlp.gate_proj", "mlp.up_proj")
+        return (
+            *self._columns(prefix, "mlp.gate_up_proj", modules, bias=m.mlp_bias),
+            *self._rows(prefix, "mlp.down_proj", m.intermediate_size, bias=m.mlp_bias),
         )
 
     def _attention_inputs(self, prefix: str) -> tuple[ParamSpec, ...]:
@@ -330,10 +327,9 @@ class Shapes:
         hf_slice = HFSlice(
             source, (m.vocab_size, m.hidden_size), 0, rows, hf_row=min(first, m.vocab_size)
         )
-        shape = (local, m.hidden_size)
         return ParamSpec(
             name,
-            shape,
+            (local, m.hidden_size),
             (hf_slice,),
             decay=True,
             tied=tied,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_llama.config.schema import Config
+from megatron_llama.model.plan.fp8 import gathers_codes
 from megatron_llama.model.plan.itemsize import compute_itemsize
 from megatron_llama.model.plan.pieces import chosen_pieces, piece_spans
 
@@ -22,9 +23,23 @@ class BlockMessages:
     """The largest gathered piece: two of them exist at once in a forward pass."""
 
 
+def sparse_block_messages(config: Config) -> BlockMessages:
+    """Count the messages of a block with experts, which are those of attention alone: half of a
+    dense block's. Tokens stay where they are."""
+    dense = block_messages(config)
+    return BlockMessages(
+        dense.forward // 2,
+        dense.forward_bytes // 2,
+        dense.backward // 2,
+        dense.backward_bytes // 2,
+        dense.piece_bytes,
+    )
+
+
 def block_messages(config: Config) -> BlockMessages:
     """Count the messages of a block without recomputation and low-rank additions, all of whose
-    weights are trained. ``config`` is resolved."""
+    weights are trained; of one in FP8, if there are any, without the messages of its scales
+    (``model/plan/fp8.py``). ``config`` is resolved."""
     parallel = config.parallel
     training = config.training
     tp = parallel.tensor_model_parallel_size
@@ -39,11 +54,13 @@ def block_messages(config: Config) -> BlockMessages:
         return BlockMessages(sums, 2 * stream, 2, 2 * stream, 0)
     spans = piece_spans(rows // tp, chosen_pieces(config))
     largest = max(span.stop - span.start for span in spans)
+    # Of the two gathers of inputs forward, those of codes carry a byte for each number.
+    saved = stream if gathers_codes(config) else 0
     # Backward a row-parallel layer gathers its gradient in pieces; a column-parallel one gathers
     # its input again, and scatters its sums, each under a product.
     return BlockMessages(
         forward=4 * len(spans),
-        forward_bytes=4 * stream,
+        forward_bytes=4 * stream - saved,
         backward=2 * len(spans) + 4,
         backward_bytes=6 * stream,
         piece_bytes=tp * largest * row_bytes,

@@ -5,7 +5,8 @@ Only this module makes ``EngineOptions`` of a trainer's configuration.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 
 from megatron_llama.config.schema import Config, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_llama.engine.options import (
@@ -18,6 +19,7 @@ from megatron_llama.engine.options import (
     UpdateOptions,
 )
 from megatron_llama.engine.plan.buckets import AUTO, BucketPlan, stage_bucket_plan, strategy_named
+from megatron_llama.engine.plan.specs import UnitSpec
 from megatron_llama.model.plan.run_params import param_groups, rank_units
 
 
@@ -107,4 +109,23 @@ def rank_bucket_plan(config: Config, *, dp: int, tp_rank: int = 0, rank: int = 0
     a resolved configuration. ``dp`` counts the data-parallel ranks, context-parallel ones
     included."""
     units = [unit for stage in rank_units(config, rank=rank, tp_rank=tp_rank) for unit in stage]
-    return stage_bucket_plan(units, engine_options(config), shards=shard_count(config.parallel, dp))
+    options = engine_options(config)
+    shards = shard_count(config.parallel, dp)
+    bucket_plan = stage_bucket_plan(units, options, shards=shards)
+    if config.training.cuda_graph_scope == "none":
+        return bucket_plan
+    # A graph writes all gradients of a block, so all buckets of a block have their slots at once.
+    slots = options.grad_slots
+    while _share_slots(bucket_plan, units, options.grad_slots):
+        slots += 1
+        bucket_plan = stage_bucket_plan(units, replace(options, grad_slots=slots), shards=shards)
+    return bucket_plan
+
+
+def _share_slots(bucket_plan: BucketPlan, units: Sequence[UnitSpec], together: int) -> bool:
+    """Whether any buckets of so many blocks in a row share a gradient slot."""
+    pairs = zip(units, bucket_plan.unit_buckets, strict=True)
+    blocks = [buckets for unit, buckets in pairs if unit.is_block]
+    rows = (set[int]().union(*blocks[at : at + together]) for at in range(len(blocks)))
+    slots = bucket_plan.gradient_slots
+    return any(len({slots[bucket] for bucket in row}) < len(row) for row in rows)

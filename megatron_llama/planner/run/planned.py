@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_llama.errors import listing
+from megatron_llama.errors import ConfigError, listing
 from megatron_llama.planner.calibration import HOST, Calibration, calibration_of
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.hardware import gpu_of_device
@@ -237,7 +237,7 @@ class Planned:
 
 _UNUSABLE = (
     *(TypeError, ValueError, AttributeError, ArithmeticError, LookupError, AssertionError),
-    RecursionError,
+    *(RecursionError, ConfigError),
 )
 """Errors that a configuration from a file can raise, since its values were not checked."""
 

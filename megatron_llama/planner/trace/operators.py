@@ -58,6 +58,8 @@ _FLOPS: Mapping[str, Callable[[Sequence[Any]], int]] = MappingProxyType(
         "aten::bmm": lambda arguments: _of_product(*arguments[:2]),
         "aten::addmm": lambda arguments: _of_product(*arguments[1:3]),
         "aten::baddbmm": lambda arguments: _of_product(*arguments[1:3]),
+        "aten::_scaled_mm": lambda arguments: _of_product(*arguments[:2]),
+        "aten::_scaled_mm_v2": lambda arguments: _of_product(*arguments[:2]),
         "mkldnn::_linear_pointwise": lambda arguments: _of_product(arguments[0], arguments[1].t()),
         "megatron_llama::addmm_fp32": lambda arguments: _of_product(*arguments[1:3]),
         "aten::_scaled_dot_product_flash_attention_for_cpu": _forward_attention,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron_llama.config.schema import Config
 from megatron_llama.config.world import dp_size
+from megatron_llama.model.plan.fp8 import fp8_layers
 from megatron_llama.model.plan.params import partition_of
 from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
 from megatron_llama.planner.trace.op_recorder import Tables
@@ -62,13 +63,19 @@ class RunTracer:
         )
 
     def alike(self) -> list[list[int]]:
-        """Return groups of pipeline ranks with equal numbers of layers and equal ends."""
+        """Return groups of pipeline ranks with equal numbers of layers, multiplied in the same
+        precision, and equal ends."""
         partition = partition_of(self.config)
+        in_fp8 = fp8_layers(self.config)
         groups = dict[object, list[int]]()
         for rank in range(len(self.whole.ranks)):
             stages = partition.stages_of(rank)
             shape = tuple(
-                (len(partition.layers[stage]), stage == 0, stage == partition.stages - 1)
+                (
+                    tuple(layer in in_fp8 for layer in partition.layers[stage]),
+                    stage == 0,
+                    stage == partition.stages - 1,
+                )
                 for stage in stages
             )
             groups.setdefault(shape, []).append(rank)

@@ -19,7 +19,7 @@ from megatron_llama.config.sections import config_sections
 from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.comm.object_collectives import on_rank0, raise_on_all_ranks
 from megatron_llama.engine.mesh import Mesh
-from megatron_llama.errors import ConfigError
+from megatron_llama.errors import ConfigError, UserError
 from megatron_llama.launch.join import join, this_place
 from megatron_llama.launch.launcher import Place, fix_sums, separate_queues
 from megatron_llama.launch.mesh import build_mesh, placement_warnings
@@ -46,8 +46,8 @@ from megatron_llama.train.setup.deciders import (
 )
 from megatron_llama.train.setup.draft import By, Decider, Draft, Need, decides, refuses
 from megatron_llama.train.setup.driver import decide
-from megatron_llama.train.setup.flash3 import chosen_flash
 from megatron_llama.train.setup.inputs import Ready
+from megatron_llama.train.setup.kernels import chosen_flash
 from megatron_llama.train.setup.layout import AutoParallelConfig
 from megatron_llama.train.setup.processes import launched_processes, unmet_processes
 
@@ -213,6 +213,7 @@ def set_up(
             # Problems of the words alone are reported before a process waits for another.
             decide(Draft(parsed, unmet_processes(place), needs_data), WORDS)
         world, device = join(parallel, place, watch)
+        devices.open_backward(device)
         begun = Draft(parsed, launched_processes(place, world), needs_data)
         every = (*configuration, *deciders)
         save = parsed.get(CheckpointConfig).save
@@ -220,7 +221,7 @@ def set_up(
             draft = decide(begun, every)
         else:
             present: list[tuple[str, ...]] = []
-            draft = decide(begun, guarded(every, lease, save, present))
+            draft = _decided_beside(begun, guarded(every, lease, save, present), save, present)
             lease.held = draft.held
             if draft.held is None:
                 # A run that cannot begin takes the folder from no other run: all problems are
@@ -254,6 +255,23 @@ def _in_background(place: Place, *, wanted: bool) -> AbstractContextManager[Back
     from megatron_llama.checkpoint.background import in_background
 
     return in_background(place)
+
+
+def _decided_beside(
+    begun: Draft, deciders: Sequence[Decider], save: str, present: list[tuple[str, ...]]
+) -> Draft:
+    """Return what the ``guarded`` deciders decide, beside a run that may still save there. It
+    removes its older checkpoints, and what was read here may have been one of them."""
+    attempts_left = 3
+    while True:
+        attempts_left -= 1
+        present.clear()
+        try:
+            return decide(begun, deciders)
+        except UserError:  # the same on every rank
+            world = begun.processes.world
+            if not attempts_left or on_rank0(lambda: present in ([], [saved_in(save)]), world):
+                raise
 
 
 def guarded(
@@ -307,3 +325,11 @@ def _slow_choices(config: Config, mesh: Mesh, place: Place) -> Iterator[str]:
     )
     rules = {score_rule(model, layer) for layer in range(model.num_hidden_layers)}
     yield from sliding_warnings(mesh.device, compute_dtype(config), model.head_dim, rules)
+    if model.num_experts:
+        from megatron_llama.model.nn.moe.rows import expert_warnings  # of few models
+
+        yield from expert_warnings(mesh.device, compute_dtype(config))
+    if config.training.fp8 != "none" and devices.is_host(mesh.device):
+        from megatron_llama.model.nn.fp8.support import EMULATED
+
+        yield EMULATED

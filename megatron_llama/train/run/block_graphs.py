@@ -40,6 +40,7 @@ from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.param_handle import ParamHandle, attach_param_handle, param_handle_of
 from megatron_llama.model.llama import Stage
+from megatron_llama.model.nn.functional import Residual
 from megatron_llama.model.positions import Positions
 
 FIRST = 0.0
@@ -133,7 +134,7 @@ class _Handle:
         if self._shared.beta is None:
             self.engine.grad_written()
 
-    def keep_wgrad(self, work: Callable[[], None]) -> bool:
+    def keep_wgrad(self, work: Callable[[], object]) -> bool:
         return self._shared.beta is None and self.engine.keep_wgrad(work)
 
 
@@ -189,7 +190,7 @@ class _Pass:
 
         def run_forward() -> Tensor:
             with torch.enable_grad():
-                self._output = block.forward(self._input, positions)
+                self._output = block.forward(Residual(self._input), positions).sum()
             return self._output.detach()
 
         def run_backward() -> None:
@@ -260,7 +261,7 @@ class _Block:
     """A block, without its graphs."""
 
     name: str
-    forward: Callable[[Tensor, Positions], Tensor]
+    forward: Callable[[Residual, Positions], Residual]
     handles: tuple[_Handle, ...]
     """Those of all its parameters."""
     is_first: bool
@@ -325,19 +326,20 @@ class _StageGraphs:
             )
             block.forward = partial(self._run, place)
 
-    def _run(self, place: int, x: Tensor, positions: Positions) -> Tensor:
+    def _run(self, place: int, residual: Residual, positions: Positions) -> Residual:
         block = self._blocks[place]
         if not (self._shared.begun and torch.is_grad_enabled()):
-            return block.forward(x, positions)
+            return block.forward(residual, positions)
         if place == 0:
-            self._current = self._taken(x, positions)
+            self._current = self._taken(residual.stream, positions)
         if self._current is None:
-            return block.forward(x, positions)
+            return block.forward(residual, positions)
         release = partial(self._free.append, self._current) if place == 0 else None
+        # A graph writes one tensor, the complete stream.
         out: Tensor = _Replayed.apply(  # type: ignore[no-untyped-call]
-            x, self._current.passes[place], release
+            residual.sum(), self._current.passes[place], release
         )
-        return out
+        return Residual(out)
 
     def _taken(self, x: Tensor, positions: Positions) -> _Buffers | None:
         """Return the buffers of a microbatch that begins, whose graphs no other one uses. None for

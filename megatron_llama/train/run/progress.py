@@ -12,7 +12,7 @@ from megatron_llama.config.schema import Config
 from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.comm.object_collectives import all_gather_float
 from megatron_llama.engine.mesh import Mesh
-from megatron_llama.metrics.flops import flops_per_token, peak_flops
+from megatron_llama.metrics.flops import flops_per_token, peak_flops, run_peak
 from megatron_llama.metrics.log import LANGUAGE_MODEL, LossNames, MetricLog, StepRecord
 from megatron_llama.metrics.window import Interval, Spread, Work, averages, spread
 from megatron_llama.train.run.bad_steps import BadSteps, Numbers, Outcome
@@ -45,7 +45,7 @@ class Progress(Part):
                 config.model, training.seq_length, causal=False, lora=config.lora
             ),
             world_size=mesh.world.size,
-            peak_flops=peak_flops(devices.name(mesh.device)),
+            peak_flops=run_peak(config, peak_flops(devices.name(mesh.device))),
         )
         if config.log.log_straggler and not devices.is_host(mesh.device):
             # On a device two events measure a wait. They are recorded only on request.

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from megatron_llama.data.stream_places import text_streams
 from megatron_llama.errors import counted
-from megatron_llama.pipeline.plan.run_engine import compute_dtype_name
-from megatron_llama.train.setup.description import describe_config, name_data, name_weights
+from megatron_llama.train.setup.description import (
+    describe_config,
+    name_data,
+    name_precision,
+    name_weights,
+)
 from megatron_llama.train.setup.inputs import Ready, passes_over
 from megatron_llama.train.setup.start import begins_anew
 
@@ -24,7 +28,7 @@ def describe_run(inputs: Ready, world_size: int, device: str = "") -> dict[str, 
         "start": _start(inputs),
     }
     if device:
-        known["precision"] = f"{compute_dtype_name(training)} on {device}"
+        known["precision"] = name_precision(inputs.config, device)
     return describe_config(inputs.config, world_size, known)
 
 

@@ -38,8 +38,7 @@ from megatron_llama.train.setup.carried_files import carried_files
 from megatron_llama.train.setup.checks.model import require_language_model
 from megatron_llama.train.setup.checks.ranges import value_problems
 from megatron_llama.train.setup.draft import By, Decider, Draft, Need, decides, refuses
-from megatron_llama.train.setup.flash3 import refuse_without_flash3
-from megatron_llama.train.setup.graphs import refuse_graphs_on_hosts, refuse_shared_slots
+from megatron_llama.train.setup.graphs import refuse_graphs_on_hosts
 from megatron_llama.train.setup.inputs import (
     TRAINING,
     VALIDATION,
@@ -54,6 +53,7 @@ from megatron_llama.train.setup.inputs import (
     warnings_of_run,
     with_run_length,
 )
+from megatron_llama.train.setup.kernels import refuse_without_kernels
 from megatron_llama.train.setup.layout import Choice, is_layout_open
 from megatron_llama.train.setup.prompts import encoded_prompts
 from megatron_llama.train.setup.resolve import assemble, check
@@ -405,14 +405,13 @@ DERIVED = (
     decide_padding,
     decide_layout,
     derive,
-    refuse_without_flash3,
+    refuse_without_kernels,
     refuse_graphs_on_hosts,
     decide_source,
     refuse_other_source,
     use_own_machine,
     decide_vocabulary,
     compare_with_start,
-    refuse_shared_slots,
     decide_by_device_memory,
 )
 """From the options and the model to a configuration."""

@@ -31,7 +31,7 @@ def describe_config(
         "model": _model(config),
         "pad token": _pad_token(config),
         "layout": _layout(config, world_size, dp),
-        "precision": compute_dtype_name(training),
+        "precision": name_precision(config),
         "optimizer": f"{optimizer.optimizer}, lr {optimizer.lr:g}, {optimizer.lr_decay_style}",
         "data": name_data(config),
         "validation": f"every {interval:,} iterations" if interval else "none",
@@ -82,6 +82,18 @@ def _model(config: Config) -> str:
         f"{share}; {model.num_hidden_layers} layers, hidden size {model.hidden_size:,}, "
         f"vocabulary {model.vocab_size:,}, padded to {padded:,}"
     )
+
+
+def name_precision(config: Config, device: str = "") -> str:
+    """Return words on the dtype of a run and its products; ``device``: what computes them."""
+    dtype = compute_dtype_name(config.training) + (f" on {device}" if device else "")
+    if config.training.fp8 == "none":
+        return dtype
+    from megatron_llama.model.plan.fp8 import fp8_layers
+
+    layers = fp8_layers(config)
+    between = f"layers {layers.start} to {layers.stop - 1} multiply in FP8"
+    return f"{dtype}; {between} ({config.training.fp8})"
 
 
 def _pad_token(config: Config) -> str:

@@ -6,20 +6,6 @@ from megatron_llama.errors import ConfigError, describe
 from megatron_llama.train.setup.draft import By, Draft, Need, refuses
 
 
-@refuses(needs=Need.MEMORY, by=By.EACH_RANK)
-def refuse_shared_slots(draft: Draft) -> None:
-    """Raise ConfigError if the buckets of a block cannot be complete at once."""
-    if draft.config.training.cuda_graph_scope == "none":
-        return
-    from megatron_llama.train.setup.checks.graphs import slot_problem
-    from megatron_llama.train.setup.memory import MemoryPlan
-
-    plans = MemoryPlan(draft.config, draft.processes.count).bucket_plans
-    problem = slot_problem(plans, draft.config.parallel.grad_slots)
-    if problem is not None:
-        raise ConfigError(problem)
-
-
 @refuses(needs=Need.MACHINE, by=By.EACH_RANK)
 def refuse_graphs_on_hosts(draft: Draft) -> None:
     """Raise ConfigError for graphs of blocks on a machine without a device."""

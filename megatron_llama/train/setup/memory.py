@@ -149,20 +149,15 @@ class MemoryPlan:
 
     def kept(self, stage: int, granularity: Granularity, recomputing: int) -> int:
         """Return the bytes that autograd keeps of one microbatch at one stage."""
-        blocks = len(self.partition.layers[stage])
+        layers = self.partition.layers[stage]
         return self.shape.stage(
-            blocks,
-            granularity,
-            min(recomputing, blocks),
-            **self._ends(stage),
-            in_chunks=self.in_chunks,
+            layers, granularity, recomputing, **self._ends(stage), in_chunks=self.in_chunks
         )
 
     def kept_by_blocks(self, stage: int, granularity: Granularity, recomputing: int) -> int:
         """Return the bytes of ``kept`` that belong to the blocks."""
-        blocks = len(self.partition.layers[stage])
-        again = min(recomputing, blocks)
-        return self.shape.stage(blocks, granularity, again, first=False, last=False)
+        layers = self.partition.layers[stage]
+        return self.shape.stage(layers, granularity, recomputing, first=False, last=False)
 
     def microbatch(self, rank: int, granularity: Granularity, recomputing: int) -> int:
         """Return the bytes that autograd keeps of one microbatch in all stages of a pipeline
@@ -225,8 +220,15 @@ class MemoryPlan:
         )
 
     def state_by_component(self, rank: int) -> dict[str, int]:
-        """Return the bytes that the engine of a rank holds on a device, by component."""
-        return state_bytes(self.options, self.bucket_plans[rank], tp=self._tp)
+        """Return the bytes that the engine and the layers of a rank hold on a device, by
+        component."""
+        components = state_bytes(self.options, self.bucket_plans[rank], tp=self._tp)
+        if self.config.training.fp8 != "none":
+            from megatron_llama.model.plan.fp8 import weight_code_bytes
+
+            codes = weight_code_bytes(self.config, self.bucket_plans[rank])
+            components["weight codes in FP8"] = codes
+        return components
 
     def state(self, rank: int) -> int:
         """Return the bytes of parameters, gradients and optimizer of a rank on a device, and of the
@@ -278,10 +280,8 @@ class MemoryPlan:
         return {"first": stage == 0, "last": stage == self.partition.stages - 1}
 
     def _postponed(self, stage: int, granularity: Granularity, recomputing: int) -> int:
-        blocks = len(self.partition.layers[stage])
-        return self.shape.postponed_stage(
-            blocks, granularity, min(recomputing, blocks), **self._ends(stage)
-        )
+        layers = self.partition.layers[stage]
+        return self.shape.postponed_stage(layers, granularity, recomputing, **self._ends(stage))
 
     def _boundary(self, stage: int, granularity: Granularity, recomputing: int) -> int:
         """Return the bytes of a stage's input and output that the runtime holds until its backward
@@ -306,6 +306,11 @@ class MemoryPlan:
         # peak.
         recomputes = any(0 < len(self.partition.layers[stage]) <= recomputing for stage in stages)
         blocks = self.shape.gradients(granularity if recomputes else "none")
+        if self.config.training.fp8 != "none":
+            from megatron_llama.model.plan.fp8 import largest_tile_bytes
+
+            layers = [layer for stage in stages for layer in self.partition.layers[stage]]
+            blocks += largest_tile_bytes(self.config, self.shape.tokens, layers)
         last = self.partition.stages - 1 in stages
         return max(
             blocks, self.shape.loss(in_chunks=self.in_chunks) if last else 0

@@ -18,6 +18,8 @@ from megatron_llama.config.blend import blend_problems
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.schema import MODEL_SHAPE, Config, ModelConfig
 from megatron_llama.config.world import dp_size, world_problem
+from megatron_llama.engine.offload_options import ZenFlowConfig
+from megatron_llama.engine.options import MUON
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.model.families import FAMILIES
 from megatron_llama.model.hf import padding_token, read_hf_config
@@ -34,7 +36,6 @@ from megatron_llama.train.setup.checks.model import (
     model_problems,
     reward_problems,
 )
-from megatron_llama.train.setup.checks.muon import muon_problems
 from megatron_llama.train.setup.checks.optimizer import (
     moment_problems,
     optimizer_problems,
@@ -52,7 +53,6 @@ from megatron_llama.train.setup.checks.run import (
     split_shares,
 )
 from megatron_llama.train.setup.checks.warnings import warnings_of
-from megatron_llama.train.setup.checks.zenflow import with_file, zenflow_notes, zenflow_problems
 
 RESIZE = flag("resize_embeddings")
 
@@ -125,7 +125,12 @@ def assemble(parsed: Parsed, trained: ModelConfig | None = None) -> Config:
         # Values derived from a size are derived from a given one too.
         rules = {name: rule for name, rule in family.derived.items() if name not in given}
         model = replace(model, **{name: rule(model) for name, rule in rules.items()})
-    return with_file(replace(config, model=model), parsed.explicit)
+    config = replace(config, model=model)
+    if config.zenflow.zenflow_config is None:
+        return config
+    from megatron_llama.train.setup.checks.zenflow import with_file  # which few runs need
+
+    return with_file(config, parsed.explicit)
 
 
 def _preset(name: str, given: dict[str, Any]) -> ModelConfig:
@@ -219,23 +224,49 @@ def resolve(config: Config, world_size: int) -> Config:
 
 
 def _notes(given: Config, resolved: Config) -> Iterator[str]:
-    yield from zenflow_notes(resolved)
+    if resolved.zenflow.zenflow_config is not None:
+        from megatron_llama.train.setup.checks.zenflow import zenflow_notes
+
+        yield from zenflow_notes(resolved)
     if given.checkpoint.ignore_hf_config_fields:
         names = " ".join(given.checkpoint.ignore_hf_config_fields)
         yield f"{IGNORE} {names}: the model is computed as if config.json did not have them"
     if given.parallel.sequence_parallel and not resolved.parallel.sequence_parallel:
         yield "--sequence-parallel is ignored: it needs --tensor-model-parallel-size 2 or more"
+    if given.parallel.tp_comm_overlap != "0" and given.parallel.tensor_model_parallel_size == 1:
+        yield "--tp-comm-overlap is ignored: it needs --tensor-model-parallel-size 2 or more"
     if given.training.global_batch_size == 0:
         size = resolved.training.global_batch_size
         micro = given.training.micro_batch_size
         yield f"--global-batch-size {size}: micro_batch_size {micro} x dp {size // micro}"
 
 
-def _graph_problems(config: Config) -> Iterator[str]:
+def _chosen_problems(config: Config) -> Iterator[str]:
+    """Yield problems of what few runs have: its checks are imported with it."""
     if config.training.cuda_graph_scope != "none":
         from megatron_llama.train.setup.checks.graphs import graph_problems
 
         yield from graph_problems(config)
+    if config.training.fp8 != "none":
+        from megatron_llama.train.setup.checks.fp8 import fp8_problems
+
+        yield from fp8_problems(config)
+    if config.training.fp8_gather:
+        from megatron_llama.train.setup.checks.fp8 import fp8_gather_problems
+
+        yield from fp8_gather_problems(config)
+    if config.optimizer.optimizer == MUON:
+        from megatron_llama.train.setup.checks.muon import muon_problems
+
+        yield from muon_problems(config)
+    if config.model.num_experts:
+        from megatron_llama.train.setup.checks.experts import expert_problems
+
+        yield from expert_problems(config)
+    if config.zenflow != ZenFlowConfig():
+        from megatron_llama.train.setup.checks.zenflow import zenflow_problems
+
+        yield from zenflow_problems(config)
 
 
 def problems(config: Config, world_size: int) -> list[str]:
@@ -258,14 +289,12 @@ def problems(config: Config, world_size: int) -> list[str]:
         *optimizer_problems(config.optimizer, config.training),
         *schedule_free_problems(config),
         *moment_problems(config),
-        *muon_problems(config),
         *freeze_problems(config.model, config.optimizer.freeze),
         *param_group_problems(config),
         *lora_problems(config),
         *bad_step_problems(config),
         *attention_problems(config),
-        *_graph_problems(config),
-        *zenflow_problems(config),
+        *_chosen_problems(config),
         *run_problems(config),
         *data_order_problems(config),
     ]

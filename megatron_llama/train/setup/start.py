@@ -12,12 +12,14 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from megatron_llama.checkpoint import checkpoint_dir, native
+from megatron_llama.checkpoint.bounds import largest_meta, size_of
 from megatron_llama.checkpoint.carried import (
     GENERATION,
     Carried,
     derived_generation,
     read_generation,
 )
+from megatron_llama.checkpoint.checksums import ANOTHER_COPY
 from megatron_llama.checkpoint.meta import (
     META,
     CheckpointMeta,
@@ -40,6 +42,7 @@ from megatron_llama.checkpoint.saver import WARN
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.checkpoint.storage_paths import is_remote, local_copy, storage_path
 from megatron_llama.config.batch_ramp import BatchSizes, run_samples
+from megatron_llama.config.model_files import read_bounded
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig
 from megatron_llama.data.tokenizer.load import load_tokenizer
@@ -272,7 +275,8 @@ def said_by_source(start: Start | None, parsed: Parsed) -> Source:
     """Read the identity of the folder of the first weights on this rank's disk; None if the weights
     come from the seed. Raises CheckpointError or DataError."""
     if start is not None and start.native:
-        return (start.path / META).read_bytes()
+        path = start.path / META
+        return read_bounded(path, limit=largest_meta(start.path, size_of(path)), do=ANOTHER_COPY)
     if start is not None:
         return loaded_model(start, parsed)
     options = parsed.get(CheckpointConfig)

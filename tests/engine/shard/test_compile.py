@@ -51,7 +51,7 @@ def fresh() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.few(4, all=9)
+@pytest.mark.few(4, all=6)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("compile_units", "after", "graphs"),

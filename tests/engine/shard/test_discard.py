@@ -120,6 +120,7 @@ def differences(place: Place, wastes: tuple[Waste, ...], when: tuple[int, ...], 
     return [difference(expected, trained_beside(place, waste, when, options)) for waste in wastes]
 
 
+@pytest.mark.few(3, all=5)
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_no_trace_is_left(cluster: Cluster, way: str) -> None:

@@ -279,7 +279,7 @@ def part_of_a_run(place: Place, name: str, folder: str, first: int, steps: int) 
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(3, all=4)
 @pytest.mark.parametrize("name", ["SGD", "momentum", "amsgrad", "NAdam", "Adagrad", "ASGD", "Lion"])
 def test_other_numbers_of_ranks_go_on_with_a_state(name: str, tmp_path: Path, cluster: Cluster) -> None:
     """From two to four, to one."""

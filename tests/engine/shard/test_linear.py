@@ -40,7 +40,7 @@ class Handle:
     def grad_written(self) -> None:
         self.written += 1
 
-    def keep_wgrad(self, work: Callable[[], None]) -> bool:
+    def keep_wgrad(self, work: Callable[[], object]) -> bool:
         return False
 
     def deliver(self, parameter: Tensor) -> None:
@@ -134,6 +134,17 @@ def test_one_layer_is_equal_to_the_bit(shape: tuple[int, ...], bias: bool) -> No
     assert torch.equal(x.grad, y.grad)
     for name, parameter in theirs.named_parameters():
         assert torch.equal(handles[name].view, parameter.grad), name
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_output_may_be_changed_in_place(bias: bool) -> None:
+    ours = nn.Sequential(nn.Linear(24, 32, bias=bias), nn.ReLU(inplace=True))
+    theirs = copy.deepcopy(ours)
+    handles, _ = attached(ours)
+    x, y = inputs(3, 4)
+    ours(x).sum().backward()
+    theirs(y).sum().backward()
+    assert torch.equal(x.grad, y.grad) and torch.equal(handles["0.weight"].view, theirs[0].weight.grad)
 
 
 def test_a_wider_slot_gets_sums_that_are_not_rounded() -> None:

@@ -55,6 +55,7 @@ def assert_as_alone(ranks: Sequence[Trained], run: Run, expected: Trained) -> No
     assert farthest(ranks[0].values, expected.values, run.twin.idle) <= VALUE_BOUND
 
 
+@pytest.mark.few(4, all=12)
 @pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_shape_trains_as_alone(shape: str, cluster: Cluster) -> None:

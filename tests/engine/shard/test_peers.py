@@ -387,6 +387,7 @@ def go_apart(place: Place, habit: Callable[[ModuleEngine, int], None]) -> str:
     return str(error.value)
 
 
+@pytest.mark.few(3, all=6)
 @pytest.mark.long
 @pytest.mark.parametrize("habit", APART)
 def test_ranks_that_do_not_meet_are_named_on_all(cluster: Cluster, habit: Callable[[ModuleEngine, int], None]) -> None:

@@ -171,7 +171,7 @@ def moments_taken_over(place: Place, saved: str, kept: str, sharded: bool) -> tu
     return before, after
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(3, all=5)
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize(("saved", "kept"), [("fp32", "8bit"), ("bf16", "8bit"), ("8bit", "fp32"), ("8bit", "bf16"), ("bf16", "fp32")])
 def test_moments_of_another_dtype_are_converted(saved: str, kept: str, sharded: bool, cluster: Cluster) -> None:

@@ -197,7 +197,7 @@ def run_on(cluster: Cluster, world: int, function: Any, *args: Any) -> Any:
     return function(SINGLE, *args) if world == 1 else cluster.run(world, function, *args)[0]
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, all=8)
 @pytest.mark.parametrize(
     ("saver", "saving", "loader", "loading"),
     [

@@ -307,7 +307,7 @@ def in_buckets(place: Place, kind: str, strategy: str, apart: bool) -> dict[str,
     return {"model": state["model"], "state": state["optimizer"]["state"]}
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(5, all=7)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_part_of_a_bucket_has_the_bits_of_a_bucket_of_its_own(kind: str, strategy: str, cluster: Cluster) -> None:

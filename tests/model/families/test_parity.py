@@ -119,6 +119,7 @@ def compare(references: References, cluster: Cluster, layout: FamilyLayout) -> N
         FamilyLayout(family="phi3", tp=2, sp=True, dp=2, lora=4, targets=FUSED, strategy="optim_grads_params"),
         FamilyLayout(family="llama", tp=4, sp=True, freeze=("*.weight",)),
         FamilyLayout(family="olmo2", tp=2, sp=True, cp=2, lora=4),
+        FamilyLayout(family="qwen3_moe", tp=2, sp=True, pp=2, microbatches=2, schedule="zb-h1", lora=4, targets=("q_proj", "v_proj", "o_proj")),
     ],
     ids=lambda layout: layout.name,
 )
@@ -133,7 +134,9 @@ def test_biases_next_to_low_rank_additions_and_alone(references: References, clu
     assert {name for name in changed if ("lora_" if layout.lora else ".bias") not in name} == set() != changed
 
 
-@pytest.mark.parametrize(("family", "targets"), [("phi3", FUSED), ("olmo2", ("q_proj", "v_proj", "up_proj"))])
+@pytest.mark.parametrize(
+    ("family", "targets"), [("phi3", FUSED), ("olmo2", ("q_proj", "v_proj", "up_proj")), ("mixtral", ("q_proj", "k_proj", "v_proj", "o_proj"))]
+)
 def test_additions_train_as_with_peft(references: References, family: str, targets: tuple[str, ...]) -> None:
     """Also to projections that stack several of ours, and in front of a norm of queries."""
     layout = FamilyLayout(family=family, lora=4, targets=targets, steps=STEPS)

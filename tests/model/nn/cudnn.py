@@ -26,11 +26,13 @@ def _scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
 
 class CuDNN(TorchDispatchMode):
     """Stands for the two operators. The statistics are max + log(sum(exp(score - max))), natural logarithms in fp32 [b, n, s, 1], in the order of
-    their dims; backward wants them so, and takes grouped heads."""
+    their dims; backward wants them so, and takes grouped heads. torch makes a plan for backward once for each layout of queries, keys and values,
+    and the plan has the layouts of the output and its gradient in it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.forward, self.backward = 0, 0
+        self.plans = dict[Any, Any]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten._scaled_dot_product_cudnn_attention.default:
@@ -57,6 +59,8 @@ class CuDNN(TorchDispatchMode):
         assert bias is None and dropout == 0.0 and (queries, keys) == (query.shape[2], key.shape[2])
         assert statistics.shape == (*query.shape[:3], 1) and statistics.dtype is torch.float32 and statistics.is_contiguous()
         assert grad.stride(-1) == 1
+        (*known, out_layout, grad_layout) = ((part.shape, part.stride()) for part in (query, key, value, out, grad))
+        assert self.plans.setdefault((*known, causal), (out_layout, grad_layout)) == (out_layout, grad_layout), "this plan is for other layouts"
         groups = query.shape[1] // key.shape[1]
         wide_key, wide_value = (part.double().repeat_interleave(groups, dim=1) for part in (key, value))
         probabilities = (_scores(query, key, causal) - statistics.double()).exp()

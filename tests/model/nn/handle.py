@@ -13,7 +13,7 @@ class Handle:
     """What layers ask of a weight and deliver for it. The first contribution must write, not add."""
 
     def __init__(self, weight: Tensor, *, put_off: bool = False, log: Callable[[], object] = lambda: None) -> None:
-        self.grad, self.work, self.written = torch.full_like(weight, torch.nan), list[Callable[[], None]](), 0
+        self.grad, self.work, self.written = torch.full_like(weight, torch.nan), list[Callable[[], object]](), 0
         self.put_off, self.log = put_off, log
         attach_param_handle(weight, self)
 
@@ -31,6 +31,6 @@ class Handle:
     def grad_written(self) -> None:
         self.written += 1
 
-    def keep_wgrad(self, work: Callable[[], None]) -> bool:
+    def keep_wgrad(self, work: Callable[[], object]) -> bool:
         self.work += [work] * self.put_off
         return self.put_off

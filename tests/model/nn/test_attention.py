@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,9 @@ from megatron_llama.model.nn.documents import Documents, attends_by_document, do
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.model.nn.cudnn import on_hopper
 from tests.model.nn.dispatch import Dispatched
+from tests.model.nn.efficient import on_efficient
 from tests.model.nn.flash import document_mask
 from tests.over_cases import over_cases
 
@@ -45,14 +48,16 @@ def deviation(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected).abs().max() / expected.abs().max()).item()
 
 
-def heads(count: int, length: int, seed: int, dtype: torch.dtype) -> Tensor:
+def heads(count: int, length: int, seed: int, dtype: torch.dtype, head_dim: int = D) -> Tensor:
     """[b, count, length, d] in the memory layout of the model's activations."""
-    values = torch.randn(length, B, count, D, generator=torch.Generator().manual_seed(seed))
+    values = torch.randn(length, B, count, head_dim, generator=torch.Generator().manual_seed(seed))
     return values.to(dtype).permute(1, 2, 0, 3)
 
 
-def inputs(kv_heads: int, queries: int, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    return (heads(N, queries, 1, dtype), heads(kv_heads, keys, 2, dtype), heads(kv_heads, keys, 3, dtype))
+def inputs(kv_heads: int, queries: int, keys: int, dtype: torch.dtype, head_dim: int = D) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = ((N, queries), (kv_heads, keys), (kv_heads, keys))
+    query, key, value = (heads(*size, seed, dtype, head_dim) for seed, size in enumerate(sizes, 1))
+    return query, key, value
 
 
 def textbook(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -136,6 +141,47 @@ def test_pieces_of_any_split_merge_to_the_whole(cuts: list[int], masked: bool, k
     query_grad = torch.stack([grad[0].to(wide) for grad in grads]).sum(0)
     found = (query_grad, torch.cat([grad[1] for grad in grads], 2), torch.cat([grad[2] for grad in grads], 2))
     assert max(map(deviation, found, expected[1:])) < TOLERANCE[dtype]
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tokens, samples": lambda values: values.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "samples, tokens": lambda values: values.transpose(1, 2).contiguous().transpose(1, 2),
+    "samples, heads": lambda values: values.contiguous(),
+    "some of the heads": lambda values: torch.cat([values] * 2, 1).transpose(1, 2).contiguous().transpose(1, 2)[:, : values.shape[1]],
+    "some of the tokens": lambda values: torch.cat([values] * 2, 2).permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)[:, :, : values.shape[2]],
+}
+"""How an output [b, n, s, d], or its gradient, may lie in memory."""
+
+
+def check_layouts(leaves: list[Tensor], upstream: Tensor, *, causal: bool, mask: Tensor | None, backend: Any = "auto") -> None:
+    """Gradients do not depend on them."""
+    seen = torch.ones(upstream.shape[2], leaves[1].shape[2], dtype=torch.bool).tril() if causal else mask
+    expected = whole([leaf.cpu() for leaf in leaves], seen if seen is None else seen.cpu(), upstream.cpu())
+    out, lse = attend(*leaves, causal=causal, mask=mask, backend=backend)
+    assert deviation(out.cpu(), expected[0]) < 2e-2
+    for name, lay in LAYOUTS.items():
+        grads = attend_backward(lay(upstream), *leaves, lay(out), lse, causal=causal, mask=mask, backend=backend)
+        assert max(deviation(found.cpu(), exact) for found, exact in zip(grads, expected[1:], strict=True)) < 2e-2, name
+
+
+@pytest.mark.parametrize(
+    ("kernel", "head_dim", "dtype"),
+    [
+        (on_hopper, 8, torch.bfloat16),
+        (on_efficient, 8, torch.bfloat16),
+        (on_efficient, 10, torch.bfloat16),
+        (on_efficient, 12, torch.bfloat16),
+        (on_efficient, 10, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_outputs_may_lie_as_they_like(kv_heads: int, kernel: Any, head_dim: int, dtype: torch.dtype) -> None:
+    """Each kernel by its contract; cuDNN's takes no mask, and only 16 bits."""
+    leaves, upstream = list(inputs(kv_heads, 40, 40, dtype, head_dim)), heads(N, 40, 5, dtype, head_dim)
+    with kernel():
+        check_layouts(leaves, upstream, causal=True, mask=None)
+        if kernel is on_efficient:
+            check_layouts(leaves, upstream, causal=False, mask=random_mask(40, 40))
 
 
 @DTYPES
@@ -425,6 +471,19 @@ def test_pieces_on_a_device(shape: tuple[int, int], causal: bool, kv_heads: int,
     grads = attend_backward(upstream, *leaves, whole_out.to(out.dtype), whole_lse, causal=causal, backend=backend)
     rest, *_ = attend_backward(upstream, leaves[0], *other, whole_out.to(out.dtype), whole_lse, backend=backend)
     assert max(map(deviation, (grads[0].float() + rest.float(), *grads[1:]), exact_grads)) < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["flash", "fused"])
+@pytest.mark.parametrize("case", ["causal", "mask", "12 elements"])
+def test_outputs_may_lie_as_they_like_on_a_device(case: str, backend: Any) -> None:
+    """A mask and heads of 12 elements are the memory-efficient kernel's, whatever is asked for."""
+    head_dim, length = 12 if case == "12 elements" else 128, 256
+    q, k, v, upstream = (
+        torch.randn(length, B, count, head_dim, device="cuda", dtype=torch.bfloat16).permute(1, 2, 0, 3) for count in (N, 2, 2, N)
+    )
+    mask = random_mask(length, length).cuda() if case == "mask" else None
+    check_layouts([q, k, v], upstream, causal=mask is None, mask=mask, backend=backend)
 
 
 @pytest.mark.gpu

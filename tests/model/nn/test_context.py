@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.harness import Cluster
 from tests.model.nn.cudnn import on_hopper
 from tests.model.nn.dispatch import Dispatched, scores
+from tests.model.nn.efficient import on_efficient
 from tests.model.nn.flash import document_mask, on_flash
 from tests.model.nn.spmd import numbers
 from tests.nccl_transport import installed
@@ -247,6 +248,22 @@ def test_flash_attention_over_ranks(cluster: Cluster, comm: str, with_documents:
     length = 8 * CHUNK
     ids = documents(length) if with_documents else torch.zeros(length, B)
     assert sum(cluster.run(4, check_by_flash, comm, with_documents)) == 3 * N * int(document_mask(ids).sum())
+
+
+def check_by_efficient(place: Place, comm: Any, with_documents: bool) -> None:
+    """The CPU is taken for a GPU with heads that its flash attention does not take."""
+    with on_efficient() as efficient:
+        check_against_one_process(place, comm, torch.bfloat16, with_documents)
+        check_windows(place, comm, torch.bfloat16, with_documents, only_windows=True)
+    assert set(efficient.calls) == {"forward", "backward"}
+
+
+@pytest.mark.few(2)
+@COMMS
+@pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
+def test_memory_efficient_attention_over_ranks(cluster: Cluster, comm: str, with_documents: bool) -> None:
+    """Of several samples, whose tokens lie side by side: every piece is a part of longer tensors."""
+    cluster.run(2, check_by_efficient, comm, with_documents)
 
 
 def check_windows_by_nccl(place: Place) -> None:

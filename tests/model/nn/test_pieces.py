@@ -21,6 +21,7 @@ from megatron_llama.model.nn.lora import ColumnAdapters, Part, RowAdapter
 from megatron_llama.model.nn.ops import PLAIN
 from megatron_llama.model.nn.overlap import TensorOverlap, tensor_overlap
 from megatron_llama.model.nn.pieces import InPieces
+from megatron_llama.model.nn.recompute import recomputed
 from megatron_llama.model.nn.symmetric import Operators, SymmetricMemory
 from megatron_llama.model.plan.pieces import chosen_pieces, piece_spans
 from megatron_llama.model.plan.tensor_messages import block_messages
@@ -221,7 +222,103 @@ def check_order(place: Place) -> None:
     sums = [what for piece, rows in enumerate((1, 1, 2)) for what in (f"multiply {3 * rows * B}", f"sum {piece}")]
     assert summed == ["weight", *sums, "wait sum 0", "wait sum 1", "wait sum 2"]
     backward = [word.replace("gather 0", "gather 3").replace("gather 1", "gather 4").replace("gather 2", "gather 5") for word in gathered]
-    assert done == ["gather 3", "gather 4", "weight", *backward]
+    # A gradient is gathered to its place, which no piece leaves to the next.
+    backward.remove("gather 5")
+    assert done == ["gather 3", "gather 4", "gather 5", "weight", *backward]
+
+
+class Told(Handle):
+    """Says when its gradient is written."""
+
+    def __init__(self, layer: nn.Module, say: Callable[[], object]) -> None:
+        layer.weight = nn.Parameter(numbers(*layer.weight.shape, seed=1).detach())
+        super().__init__(layer.weight)
+        self.say = say
+
+    def grad_written(self) -> None:
+        super().grad_written()
+        self.say()
+
+
+def check_kept(place: Place) -> None:
+    """Of three pairs of a column- and a row-parallel layer, of which the middle one is recomputed in one of two runs."""
+    tp = tensor_mesh(place).tp
+    done: list[str] = []
+
+    def issued(*tensors: Tensor | Axis, **options: bool) -> Pending:
+        pending = all_gather(*tensors, **options)
+        finish = pending.finish
+
+        def wait() -> None:
+            done.append("wait")
+            if finish is not None:
+                finish()
+
+        pending.finish = wait
+        return pending
+
+    all_gather = collectives.all_gather
+    options = {"tp": tp, "sequence_parallel": True, "overlap": InPieces(3)}
+    pairs = [(ColumnLinear(D, F, **options), RowLinear(F, D, **options)) for _ in range(3)]
+    told = [[Told(layer, lambda name=f"{kind} {number}": done.append(name)) for kind, layer in zip(("column", "row"), pair, strict=True)] for number, pair in enumerate(pairs)]
+    start = numbers(S, B, D, seed=30).detach().chunk(tp.size)[tp.rank].clone()
+    grads = []
+    for recompute in (False, True):
+        x = start.clone().requires_grad_()
+        out = x
+        for number, (column, row) in enumerate(pairs):
+            pair = nn.Sequential(column, row)
+            out = recomputed(pair, out) if recompute and number == 1 else pair(out)
+        done.clear()
+        with mock.patch.object(collectives, "all_gather", issued):
+            out.square().sum().backward()
+        words = [word for word in done if word != "wait"]
+        grads.append([handle.grad.clone() for pair in told for handle in pair])
+        assert all(handle.written == 1 for pair in told for handle in pair)
+        for pair in told:
+            for handle in pair:
+                handle.written = 0
+        if recompute:
+            # A pass inside a pass ends with what it has kept, and leaves alone what is not its own.
+            assert words == ["column 2", "column 1", "row 1", "row 2", "row 0", "column 0"]
+        else:
+            assert words == ["column 2", "row 2", "row 1", "column 1", "column 0", "row 0"]
+            # The third layer's waits are for its own pieces and those of the next column; then comes the gradient, before the first wait of the next layer.
+            assert done.index("row 2") == done.index("column 2") + 1
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_weight_gradient_waits_for_the_message_of_the_next_row_parallel_layer(cluster: Cluster) -> None:
+    cluster.run(2, check_kept)
+
+
+def check_failed(place: Place) -> None:
+    """A pass that fails between two row-parallel layers, and one behind it."""
+    tp = tensor_mesh(place).tp
+    options = {"tp": tp, "sequence_parallel": True, "overlap": InPieces(2)}
+    first, second = RowLinear(F, D, **options), RowLinear(D * tp.size, D, **options)
+    handles = [Told(layer, lambda: None) for layer in (first, second)]
+
+    class Broken(Exception):
+        pass
+
+    def fail(grad: Tensor) -> None:
+        raise Broken
+
+    x = numbers(S, B, F // tp.size, seed=3).detach().requires_grad_()
+    between = torch.cat([first(x)] * tp.size)
+    hook = between.register_hook(fail)
+    with pytest.raises(Broken):
+        second(between).sum().backward()
+    hook.remove()
+    assert [handle.written for handle in handles] == [0, 0]
+    first(x).sum().backward()
+    assert [handle.written for handle in handles] == [1, 0]
+
+
+def test_what_a_failed_pass_has_kept_counts_in_no_other(cluster: Cluster) -> None:
+    cluster.run(2, check_failed)
 
 
 def test_a_piece_travels_while_another_is_multiplied(cluster: Cluster) -> None:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_llama.engine.comm.recorder import Traffic
 from megatron_llama.launch.launcher import Place
 from megatron_llama.model.nn.functional import gated, recomputable_add_norm, recomputable_gated, rms_norm
 from megatron_llama.model.nn.linear import column_linear
+from megatron_llama.model.nn.moe.rows import ExpertRows
 from megatron_llama.model.nn.ops import PLAIN
 from megatron_llama.model.nn.recompute import Recomputable, recomputed
 from megatron_llama.model.plan.activation_memory import Activations
@@ -103,6 +105,10 @@ def tensors_of(work: Any) -> Iterator[Tensor]:
     elif isinstance(work, list | tuple):
         for inner in work:
             yield from tensors_of(inner)
+    elif isinstance(work, ExpertRows):
+        yield from tensors_of([*vars(work).values()])
+    elif isinstance(work, FunctionType):
+        yield from tensors_of([cell.cell_contents for cell in work.__closure__ or ()])
 
 
 def deferred(place: Place, layout: Run) -> tuple[int, int]:
@@ -124,16 +130,17 @@ def deferred(place: Place, layout: Run) -> tuple[int, int]:
         for work in handle.work:
             work()
         assert handle.written == 1 and bool(handle.grad.isfinite().all())
-    return found, BLOCKS * Activations.from_config(config).postponed_block(layout.recompute)
+    return found, Activations.from_config(config).postponed_blocks(range(BLOCKS), layout.recompute)
 
 
 SPLIT = [Run(), Run(tp=2), Run(tp=2, sp=True), Run(kv_heads=4), Run(tp=2, sp=True, kv_heads=1)]
 SPLIT += [replace(run, bf16=True) for run in SPLIT]
 SPLIT += [Run(tp=2, sp=True, fields=tuple(fields.items())) for fields in FIELDS.values()]
+SPLIT += [Run(bf16=True, fields=tuple(fields.items())) for fields in FIELDS.values() if "num_experts" in fields]
 
 
 @pytest.mark.long
-@pytest.mark.few(1, all=16)
+@pytest.mark.few(1, all=8)
 @pytest.mark.parametrize("recompute", GRANULARITIES)
 @pytest.mark.parametrize("layout", SPLIT, ids=lambda layout: " ".join((layout.name, *dict(layout.fields))))
 def test_a_split_pass_keeps_what_the_formula_says(cluster: Cluster, layout: Run, recompute: Granularity) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.model.nn.dispatch import Dispatched, scores
+from tests.model.nn.efficient import on_efficient
 from tests.model.nn.flash import Flash
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -200,6 +203,33 @@ def test_flash_attention_is_told_the_window(queries: int, keys: int, offset: int
     check(found, exact_pieces(*given), torch.bfloat16)
 
 
+def grid() -> Iterator[tuple[int, int, int, int]]:
+    """Queries, keys, offset and window of pieces of all kinds: more queries than keys and fewer, parts of a kernel's tiles and several; with the
+    last query at the last key, right behind it or later; with the last query seeing one key, some more or all."""
+    for queries, keys in product((1, 8, 20, 33), (1, 9, 16, 40)):
+        for offset in (keys - queries, keys, keys + 3):
+            later = offset + queries - keys
+            yield from ((queries, keys, offset, window) for window in (later + 1, later + 5, 200) if offset >= 0)
+
+
+def check_grid(device: str, dtype: torch.dtype) -> None:
+    for queries, keys, offset, window in grid():
+        q, k, v = (draw(length, B, n, D, seed=n).to(dtype) for length, n in ((queries, N), (keys, KV), (keys, KV)))
+        given, rule = (q, k, v, draw(queries, B, N * D, seed=7).to(dtype)), ScoreRule(window=window)
+        found = pieces(*(part.to(device) for part in given), rule, offset)
+        check(tuple(part.cpu() for part in found), exact_pieces(*given, rule, offset), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_pieces_of_all_kinds(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits by both kernels, each by its contract, in several blocks where a mask is needed."""
+    monkeypatch.setattr(sliding, "BLOCK", 16)
+    with Flash() as flash, on_efficient(flash=True) as efficient:
+        check_grid("cpu", dtype)
+    assert set(efficient.calls) == {"forward", "backward"}
+    assert set(flash.calls) == (set() if dtype is torch.float32 else {"forward", "backward"})
+
+
 def test_whole_sequences_go_to_flash_attention(accelerator: None) -> None:
     """Also packed documents, as they lie; what it cannot take goes block by block."""
     leaves = [part.detach() for part in inputs(40, torch.bfloat16)]
@@ -278,3 +308,27 @@ def test_pieces_with_windows_on_a_device(queries: int, keys: int, offset: int, w
     given, rule = (q, k, v, draw(queries, B, N * D, seed=7).to(dtype)), ScoreRule(window=window)
     found = pieces(*(part.cuda() for part in given), rule, offset)
     check(tuple(part.cpu() for part in found), exact_pieces(*given, rule, offset), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [256, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_pieces_of_all_kinds_on_a_device(dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sliding, "BLOCK", block)
+    check_grid("cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rule", [ScoreRule(), RULES["window"]], ids=["plain", "window"])
+def test_heads_that_flash_attention_cannot_take_on_a_device(rule: ScoreRule, dtype: torch.dtype) -> None:
+    """12 elements: a sequence, and packed documents."""
+    length, ids = 70, packed_ids(70)
+    for documents in (None, Documents.of(ids)):
+        leaves = [draw(length, B, n, 12, seed=n).to(dtype).cuda().requires_grad_() for n in (N, KV, KV)]
+        upstream = draw(length, B, N * 12, seed=7).to(dtype)
+        out = sliding_attention(*leaves, rule=rule) if documents is None else document_attention(*leaves, documents, rule)
+        grads = torch.autograd.grad(out, leaves, upstream.cuda())
+        wide = [leaf.detach().cpu().double().requires_grad_() for leaf in leaves]
+        exact = textbook(*wide, ScoreRule(12**-0.5, rule.window), None if documents is None else ids)
+        check(tuple(part.cpu() for part in (out, *grads)), (exact, *torch.autograd.grad(exact, wide, upstream.double())), dtype)

@@ -22,6 +22,7 @@ TABLE = """
 embed_tokens out                 | R    / R    | S(0) / S(0) | S(0)      / S(0)        | Z / Z
 rotary cos                       | R    / -    | R    / -    | R         / -           | Z / -
 block in                         | R    / R    | S(0) / S(0) | S(0)      / S(0)        | Z / Z
+block in, delta                  | R    / R    | S(0) / S(0) | S(0)      / S(0)        | Z / Z
 input_layernorm in               | R    / R    | S(0) / S(0) | S(0)      / S(0)        | Z / Z
 input_layernorm out              | R    / R    | S(0) / S(0) | S(0)      / S(0)        | Z / Z
 qkv_proj in                      | R    / R    | S(0) / S(0) | S(0)      / S(0)        | Z / Z
@@ -40,6 +41,7 @@ down_proj in                     | S(2) / S(2) | S(2) / S(2) | S(2)      / S(2) 
 down_proj terms                  | P    / -    | P    / -    | P         / -           | Z / -
 down_proj out                    | R    / R    | S(0) / S(0) | S(0)      / S(0)        | Z / Z
 block out                        | R    / R    | S(0) / S(0) | S(0)      / S(0)        | Z / Z
+block out, delta                 | R    / R    | S(0) / S(0) | S(0)      / S(0)        | Z / Z
 norm in                          | R    / R    | S(0) / S(0) | S(0)      / S(0)        | Z / Z
 norm out                         | R    / R    | S(0) / S(0) | S(0)      / S(0)        | Z / Z
 lm_head out                      | S(2) / S(2) | S(2) / S(2) | S(2)      / S(2)        | Z / Z
@@ -59,7 +61,7 @@ down_proj.weight                 | S(1) / S(1) | S(1) / S(1) | S(1)      / S(1) 
 norm.weight                      | R    / R    | R    / P    | R         / P           | R / P
 lm_head.weight                   | S(0) / S(0) | S(0) / S(0) | S(0)      / S(0)        | R / P
 """
-"""An `in` has the gradient through its layer alone; `block in` is the residual stream. `terms` are what a row-parallel layer sums.
+"""An `in` has the gradient through its layer alone; `block in` is the residual stream, `block in, delta` what the norm of the block adds to it. `terms` are what a row-parallel layer sums.
 `-`: no gradient is seen here. An empty cell: no such point in this mode, except that cp stands beside any layer of its own."""
 
 

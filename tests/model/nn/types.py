@@ -20,6 +20,7 @@ from megatron_llama.launch.launcher import Place
 from megatron_llama.model.llama import AddRMSNorm, Attention, Block, Stage
 from megatron_llama.model.nn.context import local_sequence
 from megatron_llama.model.nn.embedding import VocabParallelEmbedding
+from megatron_llama.model.nn.functional import Residual
 from megatron_llama.model.nn.linear import ColumnLinear, RowLinear
 from megatron_llama.model.plan.run_params import rank_units
 from megatron_llama.model.plan.zigzag import zigzag_chunks
@@ -108,6 +109,12 @@ class Probe:
         assert name not in self.gradients, name
         self.gradients[name] = grad.detach().clone()
 
+    def see_residual(self, name: str, residual: Residual) -> None:
+        """The stream, and what is to be added to it."""
+        self.see(name, residual.stream)
+        if residual.delta is not None:
+            self.see(f"{name}, delta", residual.delta)
+
     def see_outputs(self, weight: str, tensor: Tensor) -> None:
         """Outputs of a column-parallel weight, apart as HuggingFace has them and without padding."""
         for part in self.slices[weight]:
@@ -146,6 +153,10 @@ class Probe:
 
     def _input(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         # An alias of its own: its gradient is the one through this layer alone.
+        if isinstance(inputs[0], Residual):
+            residual = Residual(*(part if part is None else part.view_as(part) for part in inputs[0]))
+            self.see_residual(f"{name} in", residual)
+            return residual, *inputs[1:]
         x = inputs[0].view_as(inputs[0])
         self.see(f"{name} in", x)
         return x, *inputs[1:]
@@ -153,6 +164,8 @@ class Probe:
     def _output(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if isinstance(module, ColumnLinear):
             self.see_outputs(f"{name}.weight", output)
+        elif isinstance(module, Block):
+            self.see_residual(f"{name} out", output)
         else:
             self.see(f"{name} out", output[1] if isinstance(module, AddRMSNorm) else output)
         if isinstance(module, RowLinear):

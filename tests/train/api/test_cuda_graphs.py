@@ -43,3 +43,9 @@ def test_a_host_refuses_the_run_and_not_its_plan(options: Options) -> None:
     assert (refused(error.value).where, refused(error.value).got) == ("--cuda-graph-scope block", "a machine without a GPU")
     there = replace(drafted(asked), processes=imagined_processes(1, 0, are_here=False))
     assert decide(there, CONFIGURATION).missing == (str(error.value),)
+
+
+def test_a_strategy_that_memory_decides_may_have_graphs(options: Options) -> None:
+    asked = {**options, "cuda_graph_scope": "block", "data_parallel_sharding_strategy": "auto"}
+    found = decide(replace(drafted(asked), processes=imagined_processes(2, 0, are_here=False)), CONFIGURATION)
+    assert found.config.parallel.data_parallel_sharding_strategy == "optim"

@@ -70,6 +70,10 @@ CHOICES: Mapping[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "a dataset behind a URL": ({"data_path": "file://{data}", "data_cache_path": "cache"}, ("data.remote_indexed",)),
     "text": ({"data_path": "{text}", "tokenizer_model": "{tokenizer}", "split": None, "eval_interval": 0}, ("data.text_stream",)),
     "another family": ({"model_type": "qwen3", "qk_norm": "head"}, ("model.families.qwen3",)),
+    "experts": (
+        {"model_type": "mixtral", "num_experts": 4, "num_experts_per_tok": 2},
+        ("model.families.experts", "model.nn.moe.block", "model.plan.experts", "train.setup.checks.experts"),
+    ),
     "low-rank additions": ({"lora_rank": 2, "save": "run"}, ()),
 }
 """Options that choose what is loaded, and modules that they choose."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -58,6 +59,33 @@ def test_the_start_is_looked_up_once_by_rank_0(cluster: Cluster, options: Option
     for steps in (2, 4):
         found = cluster.run(2, looks_for_its_start, {**options, "train_iters": steps}, tmp_path / "run")
         assert found == [(["auto"], steps), ([], steps)]
+
+
+def trained_beside_another(place: Place, options: Options, folder: Path, newer: Path) -> list[int]:
+    """The steps of a run whose start another run removes as soon as it is found, having saved ``newer``."""
+    look_up = start.named_start
+
+    def found(given: CheckpointConfig) -> start.Start | None:
+        known = look_up(given)
+        if newer.exists():
+            shutil.rmtree(folder)
+            newer.rename(folder)
+        return known
+
+    with patch.object(start, "named_start", found):
+        return list(ml.train(options, save=folder, load="auto", train_iters=4).losses)
+
+
+@pytest.mark.long
+def test_a_start_that_is_removed_once_it_is_found_is_looked_up_again(cluster: Cluster, options: Options, tmp_path: Path) -> None:
+    """By another run that still saves there, and keeps only its newest checkpoints."""
+    folder, newer = tmp_path / "run", tmp_path / "newer"
+    checkpoint = ml.train(options, save=folder, train_iters=1).checkpoint
+    assert checkpoint is not None
+    shutil.copytree(folder, newer)
+    ml.train(options, save=newer, load="auto", train_iters=2)
+    shutil.rmtree(newer / checkpoint.name)
+    assert cluster.run(2, trained_beside_another, {**options, "log_interval": 1}, folder, newer) == [[3, 4]] * 2
 
 
 @pytest.mark.long

@@ -14,14 +14,16 @@ from megatron_llama.config.parse import parse
 from megatron_llama.config.sections import config_sections
 from megatron_llama.data.loader import Batch
 from megatron_llama.engine.offload_options import OffloadConfig
+from megatron_llama.engine.plan.buckets import OWN_SLOT_POOL
 from megatron_llama.errors import ConfigError
 from megatron_llama.launch.launcher import Place
 from megatron_llama.model.plan.params import partition_of
+from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
 from megatron_llama.schedule import schedule_named
 from megatron_llama.train.run.block_graphs import BlockGraphs
-from megatron_llama.train.setup.checks.graphs import graph_problems, slot_problem
-from megatron_llama.train.setup.memory import MemoryPlan, peak_of
-from megatron_llama.train.setup.resolve import problems, resolve
+from megatron_llama.train.setup.checks.graphs import graph_problems
+from megatron_llama.train.setup.memory import peak_of
+from megatron_llama.train.setup.resolve import problems
 from megatron_llama.tune.sft.option_problems import data_problems
 from megatron_llama.tune.sft.sft_config import SFTConfig
 
@@ -56,7 +58,7 @@ def train(place: Place, layout: Layout, replayed: bool, moves: bool = False) -> 
     """Steps, with graphs from the second one on, and an evaluation between them: the record, the messages, and the numbers of buffers,
     captures and replays. ``moves``: each microbatch has positions of its own."""
     with rerunning() as told:
-        run = trainer(place, layout)
+        run = trainer(place, replace(layout, graphs=replayed))
         graphs = BlockGraphs(run.stages, run.optimizer, run.mesh) if replayed else None
         steps = []
         for index in range(STEPS):
@@ -83,11 +85,12 @@ LAYOUTS = (
     Layout(tp=2, sp=True, tp_comm="2", microbatches=2, recompute="full"),
     Layout(fp16=True, loss_scale=2.0**14, microbatches=2),
     *(Layout(dp=2, strategy=strategy, microbatches=2, bucket=100_000) for strategy in STRATEGIES),
+    *(Layout(dp=2, strategy="optim_grads", microbatches=2, grad_slots=slots, bucket=bucket) for slots, bucket in ((1, 20_000), (2, 5_000), (3, 1))),
     Layout(dp=2, strategy="optim_grads_params", slots="1", grad_slots=1, microbatches=2, early=True, clip=0.0),
     Layout(dp=2, microbatches=2, bf16=True, offload=OffloadConfig(optimizer_offload="exact")),
     Layout(pp=4, microbatches=8),
     Layout(pp=2, microbatches=4, schedule="gpipe", tied=True),
-    Layout(pp=2, virtual=2, dp=2, microbatches=4, schedule="interleaved", strategy="optim_grads", bucket=50_000),
+    Layout(pp=2, virtual=2, dp=2, microbatches=4, schedule="interleaved", strategy="optim_grads"),
     Layout(pp=2, layers=4, split=(4, 0), microbatches=2),
     Layout(tp=2, pp=2, dp=2, sp=True, strategy="optim_grads_params", microbatches=4),
 )
@@ -109,7 +112,7 @@ def test_each_microbatch_has_its_positions(cluster: Cluster) -> None:
     assert replayed[0][4] == others[0][4] > 0 and replayed[1][0].parameters == plain[1][0].parameters
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(6, all=10)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_graphs_change_no_bit(cluster: Cluster, layout: Layout) -> None:
     """Neither weights nor messages, with microbatches in flight, shapes that change, and an evaluation in between; and a pass is captured
@@ -138,7 +141,7 @@ def test_a_pass_that_finds_other_gradients_than_it_was_captured_with_ends_the_ru
 
 def _train_with_moved_gradients(place: Place) -> str:
     with rerunning():
-        run = trainer(place, Layout())
+        run = trainer(place, Layout(graphs=True))
         graphs = BlockGraphs(run.stages, run.optimizer, run.mesh)
         run.step(0)
         graphs.begin()
@@ -180,10 +183,37 @@ def test_other_graphs_of_megatron_are_refused_with_ours(words: str) -> None:
     assert assembled("--cuda-graph-impl", "local", "--cuda-graph-scope", "block").training.cuda_graph_scope == "block"
 
 
-def test_buckets_of_a_block_that_share_a_gradient_slot_are_refused() -> None:
-    layout = Layout(dp=2, strategy="optim_grads", microbatches=2)
-    plans = MemoryPlan(resolve(layout.sized(), 2), 2).bucket_plans
-    sentence = refused(slot_problem(plans, 2) or "")
-    assert (sentence.where, sentence.got) == ("--cuda-graph-scope block", "--grad-slots 2")
-    for sound in (replace(layout, bucket=100_000), replace(layout, grad_slots=4), replace(layout, strategy="optim")):
-        assert slot_problem(MemoryPlan(resolve(sound.sized(), 2), 2).bucket_plans, sound.grad_slots) is None
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_block_may_have_more_buckets_than_gradient_slots(cluster: Cluster, slots: int) -> None:
+    """Its graph writes the gradients of all of them, where a block without graphs sends one before it opens another. Sizes as the GPU's test
+    has them."""
+    layout = Layout(strategy="optim_grads", bf16=True, microbatches=2, grad_slots=slots)
+    plan = rank_bucket_plan(layout.config(), dp=1)
+    [block] = [buckets for name, buckets in zip(plan.unit_names, plan.unit_buckets, strict=True) if name == "layers.3"]
+    assert len({plan.gradient_slots[bucket] for bucket in block}) < len(block)
+    [(expected, sent, *_)], [(found, sent_by_graphs, _, captures, replays)] = (cluster.run(1, train, layout, graphs) for graphs in (False, True))
+    assert found.losses == expected.losses and found.norms == expected.norms and found.parameters == expected.parameters
+    assert sent_by_graphs == sent and captures == 4 * 2 and replays == STEPS * layout.microbatches * 4 * 2
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("bucket", [1, 5_000, 20_000, 50_000, 100_000, 10**9])
+def test_so_many_blocks_as_gradient_slots_have_room_at_once(bucket: int, slots: int) -> None:
+    """And no more than that is taken; where slots are not shared by size, or nothing runs as a graph, they are what they were."""
+    layout = Layout(dp=2, strategy="optim_grads", bucket=bucket, grad_slots=slots)
+    for pp, rank in ((1, 0), (2, 0), (2, 1)):
+        spread = replace(layout, pp=pp, virtual=pp, microbatches=pp, schedule="1f1b" if pp == 1 else "interleaved")
+        plain, graphs = (rank_bucket_plan(replace(spread, graphs=wanted).config(), dp=2, rank=rank) for wanted in (False, True))
+        assert graphs.buckets == plain.buckets and graphs.parameter_slots == plain.parameter_slots
+        blocks = [set(buckets) for name, buckets in zip(graphs.unit_names, graphs.unit_buckets, strict=True) if name.startswith("layers.")]
+        widest = 0
+        for first in range(len(blocks)):
+            row = [graphs.gradient_slots[b] for b in set[int]().union(*blocks[first : first + slots])]
+            assert len(set(row)) == len(row)
+            widest = max(widest, sum(pool != OWN_SLOT_POOL for pool, _ in row))
+        shared = {slot for slot in graphs.gradient_slots if slot[0] != OWN_SLOT_POOL}
+        users = sum(pool != OWN_SLOT_POOL for pool, _ in graphs.gradient_slots)
+        assert len(shared) == min(users, max(slots, widest))
+    for strategy in ("no_shard", "optim", "optim_grads_params"):
+        other = replace(layout, strategy=strategy)
+        assert rank_bucket_plan(replace(other, graphs=True).config(), dp=2) == rank_bucket_plan(other.config(), dp=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Literal
 
 import pytest
 import torch
@@ -98,6 +99,64 @@ def test_one_process(layout: Wide, in_chunks: bool) -> None:
     assert plan.in_chunks is in_chunks and left == 0
     assert near(most, plan.activations(0, layout.recompute, plan.recompute_layers()))
     assert evaluated < most and (evaluated < plan.shape.logits) is (layout.chunk == CHUNK and layout.vocabulary == VOCABULARY)
+
+
+@dataclass(frozen=True)
+class WithExperts(Wide):
+    """Most of a token's inner activations are its experts'. ``step``: 2 for dense blocks between them."""
+
+    experts: int = 8
+    step: int = 2
+
+    def config(self) -> Config:
+        """See Layout."""
+        config = super().config()
+        sizes = {"num_experts": self.experts, "num_experts_per_tok": 4, "moe_intermediate_size": 192, "intermediate_size": 64}
+        return replace(config, model=replace(config.model, **sizes, decoder_sparse_step=self.step))
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        WithExperts(vocabulary=300),
+        WithExperts(vocabulary=300, recompute="selective"),
+        WithExperts(vocabulary=300, recompute="full", step=1),
+        WithExperts(vocabulary=300, bf16=True),
+        WithExperts(vocabulary=300, bf16=True, recompute="selective", step=1),
+    ],
+    ids=lambda case: f"{case.name} {case.step}",
+)
+def test_with_experts(layout: WithExperts) -> None:
+    plan = layout.plan()
+    most, left, evaluated = of_a_step(Place(0, 1, 0), layout)
+    assert left == 0 and evaluated < most
+    assert near(most, plan.activations(0, layout.recompute, plan.recompute_layers()))
+
+
+@dataclass(frozen=True)
+class InCodes(Wide):
+    """Its two inner layers multiply in FP8."""
+
+    recipe: Literal["none", "blockwise", "tensorwise"] = "none"
+    fp8: bool = True
+
+    def config(self) -> Config:
+        """See Layout."""
+        config = super().config()
+        return replace(config, training=replace(config.training, fp8=self.recipe))
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+@pytest.mark.few(1)
+def test_in_fp8(recipe: Literal["blockwise", "tensorwise"]) -> None:
+    """What is kept is as in bf16, and the codes of weights, which the step has made again, are state. The codes of inputs are gone again
+    where most is there, and so are the wide numbers that stand for codes on a host."""
+    layout = InCodes(chunk=10**9, recipe=recipe)
+    plan = layout.plan()
+    most, left, evaluated = of_a_step(Place(0, 1, 0), layout)
+    assert left == plan.state_by_component(0)["weight codes in FP8"] > 0
+    assert near(most - left, plan.activations(0, "none", 0)) and evaluated < most - left
 
 
 @pytest.mark.long

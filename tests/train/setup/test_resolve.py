@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import flag, options_of, parse
-from megatron_llama.config.schema import Config
+from megatron_llama.config.schema import Config, LoraConfig
 from megatron_llama.config.sections import config_sections
 from megatron_llama.errors import CheckpointError, ConfigError
 from megatron_llama.model.hf import hf_config_from_model
@@ -67,6 +67,9 @@ def test_notes() -> None:
     assert resolved.config.training.eval_interval == 0
     assert resolved.notes == ("--sequence-parallel is ignored: it needs --tensor-model-parallel-size 2 or more",)
     assert resolved.warnings == ("--eval-interval is ignored: --split 100,0,0 leaves nothing for validation",)
+    [note] = check(config_of(tp_comm_overlap="4", global_batch_size=1), 1).notes
+    assert note == "--tp-comm-overlap is ignored: it needs --tensor-model-parallel-size 2 or more"
+    assert check(config_of(tp_comm_overlap="4", tensor_model_parallel_size=2, sequence_parallel=True, global_batch_size=1), 2).notes == ()
 
 
 def test_a_sequence_beyond_the_model_is_a_warning() -> None:
@@ -95,7 +98,8 @@ def test_rope_scaling_is_brought_into_one_form() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_runs(name: str) -> None:
-    config = assembled("--model", name, "--train-iters", "1", "--tensor-model-parallel-size", "2")
+    split = ["--sequence-parallel"] if PRESETS[name].num_experts else []
+    config = assembled("--model", name, "--train-iters", "1", "--tensor-model-parallel-size", "2", *split)
     resolved = check(config, 2)
     assert resolved.config.model == replace(PRESETS[name], preset=name)
     assert resolved.warnings == ()
@@ -377,6 +381,15 @@ def test_other_shapes_than_the_folder_has_are_refused(tmp_path: Path) -> None:
         assembled("--init-from-hf", folder, "--model", "llama3.2-3b")
     with pytest.raises(CheckpointError, match="No such file"):
         assembled("--init-from-hf", str(tmp_path / "none"))
+
+
+def test_additions_leave_experts_out_and_say_so() -> None:
+    """Named or not: by default they go to all linear layers of a dense block."""
+    sizes = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "qk_norm": "head"}
+    for given in ({}, {"lora_target_modules": LoraConfig().lora_target_modules}, {"lora_target_modules": ("q_proj", "v_proj")}):
+        [warning] = check(config_of(**sizes, lora_rank=4, **given), 1).warnings
+        assert warning.startswith("--lora-rank in a model with experts: attention alone gets additions")
+    assert check(config_of(**sizes), 1).warnings == ()
 
 
 def test_an_interval_without_a_folder_is_a_warning() -> None:

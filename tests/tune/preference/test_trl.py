@@ -244,6 +244,7 @@ def assert_same_numbers(options: AlignConfig, ours: Mapping[str, Sequence[float]
 ALONE = [Run(name) for name in METHODS]
 
 
+@pytest.mark.few(3, all=6)
 @pytest.mark.long
 @pytest.mark.parametrize("run", ALONE, ids=lambda run: run.method)
 def test_one_process_trains_as_trl_does(cluster: Cluster, twins: Twins, run: Run) -> None:

@@ -70,6 +70,11 @@ class HFWeights:
                 do="leave tie_word_embeddings to the folder",
             )
         self._file_of: dict[str, Any] = {}
+        self._places: Mapping[str, Any] = {}
+        if self.model.num_experts:
+            from megatron_llama.checkpoint.model_folders.hf.stacked_experts import stacked_places
+
+            self._places = stacked_places(self.model)
         self._read = {"config.json", SUMS}
         named, *others = present_weight_files(self.folder)
         self.notes: tuple[str, ...] = ()
@@ -141,7 +146,13 @@ class HFWeights:
                 do = "quantized models cannot be trained: take the original"
                 expected = " or ".join(DTYPES.values())
                 yield describe(where, got=stored.get_dtype(), expected=expected, do=do)
-        for name in sorted(self._file_of.keys() - shapes.keys()):
+        places = self._places.items()
+        stacked = {place.tensor for name, place in places if name not in self._file_of}
+        # One that has a matrix which is also stored by itself is another model's.
+        stacked -= {
+            place.tensor for name, place in places if name in self._file_of and name != place.tensor
+        }
+        for name in sorted(self._file_of.keys() - shapes.keys() - stacked):
             # A tied head may be stored all the same; inv_freq is a buffer that old versions of
             # transformers stored.
             if name == HEAD and not self.model.num_labels:
@@ -152,11 +163,19 @@ class HFWeights:
                 yield describe(where, got="a tensor", expected="none of this name", do=do)
 
     def _stored(self, name: str) -> Any:
-        """Return a tensor as a slice of its file; None if there is none. A file may hold only the
-        head of a tied pair: as in transformers it is the embedding, too."""
+        """Return a tensor as a slice of its file, or of a file's tensor that stacks several; None
+        if there is none. A file may hold only the head of a tied pair: as in transformers it is the
+        embedding, too."""
         tied = self.model.tie_word_embeddings and EMBEDDING not in self._file_of
         name = HEAD if name == EMBEDDING and tied else name
-        return self._file_of[name].get_slice(name) if name in self._file_of else None
+        if name in self._file_of:
+            return self._file_of[name].get_slice(name)
+        place = self._places.get(name)
+        if place is None or place.tensor not in self._file_of:
+            return None
+        from megatron_llama.checkpoint.model_folders.hf.stacked_experts import MatrixSlice
+
+        return MatrixSlice(self._file_of[place.tensor].get_slice(place.tensor), place)
 
     def _head_problems(self) -> Iterator[str]:
         """Yield a problem if the stored head differs from the embedding to which config.json ties

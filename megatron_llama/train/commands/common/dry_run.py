@@ -24,8 +24,9 @@ from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD, strategy_na
 from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError, counted, listing
 from megatron_llama.model.plan.chunks import GRANULARITIES
+from megatron_llama.model.plan.fp8 import SCALE_BYTES, fp8_layers, gathers_codes, scale_messages
 from megatron_llama.model.plan.pieces import chosen_pieces
-from megatron_llama.model.plan.tensor_messages import block_messages
+from megatron_llama.model.plan.tensor_messages import block_messages, sparse_block_messages
 from megatron_llama.model.presets import LLAMA_VOCABULARY
 from megatron_llama.schedule import Schedule
 from megatron_llama.train.commands.common.configs import DryRunConfig
@@ -319,13 +320,30 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
         f"a step makes {traffic.reductions} {verb}{gathers} and sends {sized(round(traffic.sent))}"
     )
     if config.parallel.tensor_model_parallel_size > 1:
-        tensor = block_messages(config)
         pieces = chosen_pieces(config)
+        where = "in a block in FP8" if gathers_codes(config) else "in a block"
         cut = f", {pieces} pieces for each that forward passes wait for" if pieces > 1 else ""
+        counts = {where: block_messages(config)}
+        if config.model.num_experts:
+            from megatron_llama.model.plan.experts import sparse_layers  # of few models
+
+            dense = sparse_layers(config.model) < config.model.num_hidden_layers
+            counts = {"in a dense block": counts[where]} if dense else {}
+            counts["in a block with experts"] = sparse_block_messages(config)
+        for where, tensor in counts.items():
+            yield (
+                f"  over tp       {where}, of each microbatch: forward {tensor.forward} messages, "
+                f"{sized(tensor.forward_bytes)}; backward {tensor.backward}, "
+                f"{sized(tensor.backward_bytes)}{cut}"
+            )
+    narrow = any(
+        layer in fp8_layers(config) for stage in stages for layer in partition.layers[stage]
+    )
+    for axis, scales in scale_messages(config).items() if narrow else ():
+        weights = f"; {scales.weights} for weights, whenever they change" if scales.weights else ""
         yield (
-            f"  over tp       in a block, of each microbatch: forward {tensor.forward} messages, "
-            f"{sized(tensor.forward_bytes)}; backward {tensor.backward}, "
-            f"{sized(tensor.backward_bytes)}{cut}"
+            f"  scales        over {axis}, in a block in FP8, of each microbatch: forward "
+            f"{scales.forward} messages, backward {scales.backward}, {SCALE_BYTES} B each{weights}"
         )
     staging = plan.staging(rank)
     sizes = plan.state_by_component(rank) | {"gradients on their way": staging}

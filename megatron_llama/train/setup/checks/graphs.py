@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config
-from megatron_llama.engine.plan.buckets import BucketPlan
 from megatron_llama.errors import describe
 from megatron_llama.model.plan.pieces import SYMMETRIC
 
@@ -57,21 +56,3 @@ def graph_problems(config: Config) -> Iterator[str]:
                 expected=expected,
                 do="leave one of the two out",
             )
-
-
-def slot_problem(bucket_plans: Iterable[BucketPlan], grad_slots: int) -> str | None:
-    """Return the problem of a block whose buckets share a gradient slot; None without one. All
-    gradients of a block are complete at the end of its backward pass, so it needs all of its slots
-    at once."""
-    for plan in bucket_plans:
-        for name, buckets in zip(plan.unit_names, plan.unit_buckets, strict=True):
-            used = [plan.gradient_slots[b] for b in buckets if plan.buckets[b].kind.trainable]
-            most = max(map(used.count, used), default=0)
-            if name.startswith("layers.") and most > 1:
-                return describe(
-                    "--cuda-graph-scope block",
-                    got=f"--grad-slots {grad_slots}",
-                    expected=f"room for the {len(used)} buckets of {name} at once",
-                    do=f"give --grad-slots {grad_slots * most}, or a larger --reduce-bucket-size",
-                )
-    return None

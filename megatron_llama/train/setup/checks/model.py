@@ -73,6 +73,10 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         *token_problems(model),
         *_label_problems(model),
     ]
+    if model.num_experts:
+        from megatron_llama.train.setup.checks.experts import routing_problems  # of few models
+
+        problems += routing_problems(model)
     yield from problems
     # The checks of the fields report numbers out of range.
     numbers = [
@@ -81,7 +85,8 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         if isinstance(value, int | float) and name != "pad_token_id"  # may count from the end
     ]
     sizes = (*MODEL_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings")
-    positive = (*sizes, "rms_norm_eps", "rope_theta", "partial_rotary_factor")
+    others = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "decoder_sparse_step")
+    positive = (*sizes, *others)
     in_range = min(numbers) >= 0 and min(getattr(model, name) for name in positive) > 0
     in_range = in_range and not unlistable_fields(model)
     if in_range and not problems:

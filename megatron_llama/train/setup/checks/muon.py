@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config
-from megatron_llama.engine.options import MUON
 from megatron_llama.engine.plan.muon import split_matrices
 from megatron_llama.errors import describe
 from megatron_llama.train.setup.checks.whole_units import whole_units
@@ -17,8 +16,6 @@ _HOST = "the matrices are orthogonalised where the model computes"
 def muon_problems(config: Config) -> Iterator[str]:
     """Yield options with which Muon cannot be used, and meaningless numbers."""
     optimizer = config.optimizer
-    if optimizer.optimizer != MUON:
-        return
     if not 0 <= optimizer.muon_momentum < 1:
         yield describe(
             flag("muon_momentum"),

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config, LoraConfig
+from megatron_llama.engine.offload_options import ZenFlowConfig
 from megatron_llama.model.plan.param_groups import INIT_STD, read_group
 from megatron_llama.model.rope import longest_sequence, longest_sequence_name
 from megatron_llama.pipeline.plan.run_engine import by_unit
 from megatron_llama.train.setup.checks.offload import offload_warnings
-from megatron_llama.train.setup.checks.zenflow import zenflow_warnings
 
 
 def warnings_of(config: Config) -> Iterator[str]:
@@ -71,11 +71,19 @@ def warnings_of(config: Config) -> Iterator[str]:
     if config.log.mlflow_experiment is None and config.log.mlflow_tracking_uri is not None:
         yield "--mlflow-tracking-uri without --mlflow-experiment: nothing is written"
     yield from offload_warnings(config)
-    yield from zenflow_warnings(config)
+    if config.offload.optimizer_offload == "zenflow" or config.zenflow != ZenFlowConfig():
+        from megatron_llama.train.setup.checks.zenflow import zenflow_warnings  # of few runs
+
+        yield from zenflow_warnings(config)
     if config.lora.lora_rank == 0 and config.lora != LoraConfig():
         yield (
             "options of --lora without --lora-rank: there are no additions, the model itself "
             "is trained"
+        )
+    if config.lora.lora_rank and config.model.num_experts:
+        yield (
+            "--lora-rank in a model with experts: attention alone gets additions, neither experts "
+            "nor the MLPs of dense blocks beside them do"
         )
     if config.log.sample_prompt and config.log.sample_interval == 0:
         yield "--sample-prompt without --sample-interval: nothing is written"

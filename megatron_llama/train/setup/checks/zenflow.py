@@ -226,8 +226,7 @@ def with_file(config: Config, explicit: frozenset[str]) -> Config:
     """Return the configuration with the values of its --zenflow-config, where no option on the
     command line (``explicit``) sets them. Raises ConfigError."""
     path = config.zenflow.zenflow_config
-    if path is None:
-        return config
+    assert path is not None, "the caller has asked"
     values = {
         name: value for name, value in read_zenflow(path).values.items() if name not in explicit
     }
@@ -241,8 +240,9 @@ def with_file(config: Config, explicit: frozenset[str]) -> Config:
 
 def zenflow_notes(config: Config) -> Iterator[str]:
     """Yield one line for each key of --zenflow-config without effect."""
-    if config.zenflow.zenflow_config is not None:
-        yield from read_zenflow(config.zenflow.zenflow_config).notes
+    path = config.zenflow.zenflow_config
+    assert path is not None, "the caller has asked"
+    yield from read_zenflow(path).notes
 
 
 def zenflow_warnings(config: Config) -> Iterator[str]:

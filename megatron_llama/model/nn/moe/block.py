@@ -1,0 +1,92 @@
+"""A mixture of experts in the place of a block's MLP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from megatron_llama.config.parse import flag
+from megatron_llama.config.schema import ModelConfig
+from megatron_llama.engine.mesh import Mesh
+from megatron_llama.errors import ConfigError
+from megatron_llama.model.nn.linear import empty_weight
+from megatron_llama.model.nn.moe.experts import expert_mlp
+from megatron_llama.model.nn.moe.routing import Router, Routing, route
+from megatron_llama.model.nn.recompute import Recomputable
+from megatron_llama.model.plan.experts import is_sparse
+
+if TYPE_CHECKING:  # the stage imports this module where a model has experts
+    from megatron_llama.model.llama import Block, StageOptions
+
+
+class Gate(nn.Module):
+    """The router: a row of weights for each expert."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.rule = Router(config.num_experts_per_tok, config.norm_topk_prob)
+        self.weight = empty_weight(config.num_experts, config.hidden_size)
+
+    def forward(self, x: Tensor | Recomputable) -> Routing:
+        """Return the experts of x [s or s/tp, b, h]."""
+        return route(x, self.weight, self.rule)
+
+
+class Experts(nn.Module):
+    """The matrices of all experts of a block (``model/plan/experts.py`` has their order)."""
+
+    def __init__(self, config: ModelConfig, options: StageOptions, *, recompute: bool) -> None:
+        super().__init__()
+        self.gate = options.ops.gate(config.hidden_act)
+        self.recompute = recompute
+        rows = config.num_experts * config.moe_intermediate_size
+        self.gate_up_proj = empty_weight(2 * rows, config.hidden_size)
+        self.down_proj = empty_weight(
+            config.num_experts * config.hidden_size, config.moe_intermediate_size
+        )
+
+    def forward(self, x: Tensor | Recomputable, routing: Routing) -> Tensor:
+        """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
+        return expert_mlp(
+            x, routing, self.gate_up_proj, self.down_proj, self.gate, recompute=self.recompute
+        )
+
+
+class MoE(nn.Module):
+    """Each token through some of the experts, as its router chooses, without communication: with
+    sequence parallelism every rank has whole experts, and its own part of the tokens.
+
+    With ``recompute``, all between the norm before it and its output is made again in backward."""
+
+    def __init__(
+        self, config: ModelConfig, mesh: Mesh, options: StageOptions, *, recompute: bool = False
+    ) -> None:
+        super().__init__()
+        self.gate = Gate(config)
+        self.experts = Experts(config, options, recompute=recompute)
+
+    def forward(self, x: Tensor | Recomputable) -> Tensor:
+        """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
+        out: Tensor = self.experts(x, self.gate(x))
+        return out
+
+
+WAITING = (Gate, Experts)
+"""The layers that wait for their weights themselves."""
+
+
+def blocks_of(config: ModelConfig, layers: range, dense: type[Block]) -> list[type[Block]]:
+    """Return the class of each layer's block: ``dense``, or the same with experts. Raises
+    ConfigError for a changed block that has an MLP of its own."""
+    from megatron_llama.model.llama import MLP  # which imports this module
+
+    if dense.mlp_class is not MLP:
+        raise ConfigError(
+            flag("num_experts"),
+            got=f"{config.num_experts} with a block whose MLP is {dense.mlp_class.__name__}",
+            expected="blocks whose MLP experts may replace",
+            do="leave mlp_class as it is, or train a dense model",
+        )
+    sparse: type[Block] = type(f"Sparse{dense.__name__}", (dense,), {"mlp_class": MoE})
+    return [sparse if is_sparse(config, layer) else dense for layer in layers]

@@ -1,0 +1,164 @@
+"""What the experts of a block compute: a gated MLP each, of the tokens that are sent to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megatron_llama.engine.param_handle import ParamHandle, wait_unsharded
+from megatron_llama.engine.tensors import at_least_fp32, rows
+from megatron_llama.model.nn.moe import rows as grouped
+from megatron_llama.model.nn.moe.routing import Routing
+from megatron_llama.model.nn.moe.rows import ExpertRows, by_expert, sorted_rows
+from megatron_llama.model.nn.ops import Gate
+from megatron_llama.model.nn.recompute import Recomputable
+
+Factors = Callable[[], tuple[Tensor, Tensor]]
+"""Makes the two factors of a weight gradient: the gradient of an output, and the input."""
+
+
+class _ExpertMLP(torch.autograd.Function):
+    """Keeps its input, the table of experts with their weights, and the output of the first
+    product. Sorting, gathered rows and activation are repeated in backward.
+
+    ``recompute``: the first product is repeated, too, and its output not kept. ``source``: kept in
+    place of the input, to make it again; None: the input itself is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate: Gate,
+        recompute: bool,
+        source: Recomputable | None,
+    ) -> Tensor:
+        tokens = rows(x)
+        count = len(down) // tokens.shape[1]
+        groups = sorted_rows(experts, count, x.dtype)
+        first_read = wait_unsharded(gate_up)
+        both = grouped.linear(groups.gather(tokens), by_expert(gate_up, count), groups)
+        second_read = wait_unsharded(down)
+        out = grouped.linear(gate.forward(both), by_expert(down, count), groups)
+
+        # Only the gradient of the first weight, and the repeated product, read the input.
+        keeps_input = recompute or ctx.needs_input_grad[3]
+        inputs = ((x,) if source is None else source.sources) if keeps_input else ()
+        outputs = () if recompute else (both,)
+        ctx.save_for_backward(experts, weights, gate_up, down, *outputs, *inputs)
+        ctx.make_input = None if source is None else source.function
+        ctx.reads = first_read, second_read
+        ctx.count = count
+        ctx.gate = gate
+        ctx.recompute = recompute
+        return groups.sum(out, weights).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        experts, weights, gate_up, down, *kept = ctx.saved_tensors
+        first_read, second_read = ctx.reads
+        needs_x, _, needs_weights, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
+        both = None if ctx.recompute else kept.pop(0)
+        groups = sorted_rows(experts, ctx.count, grad.dtype)
+        # Detached: a weight gradient that is postponed must not keep the graph below its input.
+        sources = [source.detach() for source in kept]
+        make_input = ctx.make_input
+
+        def input_rows() -> Tensor:
+            return groups.gather(rows(sources[0] if make_input is None else make_input(*sources)))
+
+        if both is None:
+            first_read.check()
+            both = grouped.linear(input_rows(), by_expert(gate_up, ctx.count), groups)
+        active = ctx.gate.forward(both)
+        row_weights = weights.flatten()[groups.order].unsqueeze(-1)
+        out_grad = rows(grad)
+        grad_rows = groups.gather(out_grad)
+
+        # The gradient of the second product's input, for a weight of 1. Its product with that input
+        # is the gradient of a row's weight, so no output of the second product is kept.
+        active_grad = weights_grad = x_grad = gate_up_grad = down_grad = None
+        if needs_x or needs_weights or needs_gate_up:
+            second_read.check()
+            active_grad = grouped.linear_backward(grad_rows, by_expert(down, ctx.count), groups)
+        if needs_weights:
+            assert active_grad is not None
+            products = active_grad.to(at_least_fp32(grad.dtype)) * active
+            weights_grad = products.sum(-1)[groups.places()].view_as(weights).to(weights.dtype)
+        if needs_down:
+            weighted = (active * row_weights).to(grad.dtype)
+            down_grad = _weight_gradient(
+                down,
+                second_read.handle,
+                groups,
+                lambda: (grad_rows, weighted),
+                postponed=lambda: (groups.gather(out_grad), weighted),
+            )
+        if needs_x or needs_gate_up:
+            assert active_grad is not None
+            both_grad = ctx.gate.backward(active_grad.mul_(row_weights), both)
+            if needs_x:
+                first_read.check()
+                weight = by_expert(gate_up, ctx.count)
+                x_grad = groups.sum(grouped.linear_backward(both_grad, weight, groups), None)
+                x_grad = x_grad.view(grad.shape)
+            if needs_gate_up:
+                gate_up_grad = _weight_gradient(
+                    gate_up, first_read.handle, groups, lambda: (both_grad, input_rows())
+                )
+        return x_grad, None, weights_grad, gate_up_grad, down_grad, None, None, None
+
+
+def _weight_gradient(
+    weight: Tensor,
+    handle: ParamHandle | None,
+    groups: ExpertRows,
+    factors: Factors,
+    *,
+    postponed: Factors | None = None,
+) -> Tensor | None:
+    """Write the gradient of the experts' weight into the handle's buffer, now or in a later weight
+    pass; without a handle it is returned to autograd. ``postponed`` makes the factors from less
+    memory, if there is a way."""
+    later = factors if postponed is None else postponed
+    if handle is None:
+        view = torch.empty_like(weight)
+        grouped.accumulate(by_expert(view, len(groups.ends)), 0.0, *factors(), groups)
+        return view
+    if not handle.keep_wgrad(lambda: _write(handle, groups, later)):
+        _write(handle, groups, factors)
+    return None
+
+
+def _write(handle: ParamHandle, groups: ExpertRows, factors: Factors) -> None:
+    grad, x = factors()
+    view, beta = handle.grad_view()
+    grouped.accumulate(by_expert(view, len(groups.ends)), beta, grad, x, groups)
+    handle.grad_written()
+
+
+def expert_mlp(
+    x: Tensor | Recomputable,
+    routing: Routing,
+    gate_up: Tensor,
+    down: Tensor,
+    gate: Gate,
+    *,
+    recompute: bool = False,
+) -> Tensor:
+    """Send x [..., h] through the experts of each token, and sum their outputs by the weights of
+    ``routing``: [..., h].
+
+    ``gate_up`` [E * 2I, h] has of each expert the rows of its gate, then those of up; ``down``
+    [E * h, I] those of its output. With ``recompute`` backward computes all again from x."""
+    value, source = (x.value, x) if isinstance(x, Recomputable) else (x, None)
+    out = _ExpertMLP.apply(  # type: ignore[no-untyped-call]
+        value, routing.experts, routing.weights, gate_up, down, gate, recompute, source
+    )
+    return cast(Tensor, out)

@@ -1,0 +1,171 @@
+"""Rows of tokens in the order of the experts that they are sent to, and the products of each
+expert's rows with its weight.
+
+A token that goes to k experts has k rows, so there are as many rows as tokens times k whatever is
+chosen: shapes are known before. On a host the numbers of each expert's rows are integers, and each
+expert's product is one of ``engine/host_gemm.py``. On a device they stay there: Triton's kernels
+(``kernels/experts.py``) and torch's grouped product read them, the host waits for nothing, and a
+graph can capture it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_llama.engine import host_gemm as gemm
+from megatron_llama.engine.comm import device as devices
+from megatron_llama.engine.kernels import runs_kernels
+from megatron_llama.engine.param_handle import accumulate_product
+from megatron_llama.engine.tensors import at_least_fp32
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """The rows of t tokens with k experts each, sorted by expert; those of one expert are in the
+    order of the tokens."""
+
+    per_token: int
+    """Experts of each token, k."""
+    order: Tensor
+    """[t * k] int64: of each row, its place in the table [t, k] of experts."""
+    ends: Tensor
+    """[E] int32: the end of each expert's rows."""
+    sizes: tuple[int, ...] | None
+    """Numbers of each expert's rows, where the host has to know them."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the rows [t * k, h] of tokens x [t, h]."""
+        return x.index_select(0, self.order // self.per_token)
+
+    def sum(self, values: Tensor, weights: Tensor | None) -> Tensor:
+        """Sum the rows [t * k, h] of each token, times its weights [t, k] if there are any, at
+        least in fp32 and in the order of the table: [t, h] in the dtype of the rows."""
+        places = self.places().view(-1, self.per_token)
+        total: Tensor | None = None
+        for column in range(self.per_token):
+            part = values.index_select(0, places[:, column]).to(at_least_fp32(values.dtype))
+            if weights is not None:
+                part.mul_(weights[:, column, None])
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total.to(values.dtype)
+
+    def places(self) -> Tensor:
+        """Return the row of each place of the table, [t * k]."""
+        rows = torch.arange(len(self.order), device=self.order.device)
+        # A permutation: no element is written twice, so no order of writes matters.
+        return torch.empty_like(self.order).scatter_(0, self.order, rows)
+
+
+def sorted_rows(experts: Tensor, count: int, dtype: torch.dtype) -> ExpertRows:
+    """Sort the rows of a table of experts [t, k], of ``count`` experts that multiply in this
+    dtype."""
+    keys, order = torch.sort(experts.flatten(), stable=True)
+    ends = expert_ends(keys, count)
+    sizes = None if waits_for_nothing(experts, dtype) else _sizes(ends, len(order))
+    return ExpertRows(experts.shape[1], order, ends, sizes)
+
+
+def expert_ends(keys: Tensor, count: int) -> Tensor:
+    """Return where the rows of each of ``count`` experts end among sorted keys, [count] int32."""
+    bounds = torch.arange(count, device=keys.device)
+    return torch.searchsorted(keys, bounds, right=True, out_int32=True)
+
+
+def by_expert(weight: Tensor, count: int) -> Tensor:
+    """View a weight [E * f, d] as [E, f, d]."""
+    return weight.view(count, -1, weight.shape[1])
+
+
+def waits_for_nothing(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether products of experts in this dtype, on the device of the tensor, need no number of
+    rows on the host. Otherwise the host waits for these numbers in each block: with torch's fp64,
+    or without Triton."""
+    return not devices.is_fake(tensor) and runs_kernels(tensor.device, dtype)
+
+
+def expert_warnings(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    """Yield a warning where an accelerator has no kernel for experts in this dtype."""
+    if not devices.is_host(device) and not runs_kernels(device, dtype):
+        yield (
+            f"experts in {dtype} have no kernel on this device: in each of their blocks the host "
+            "waits for the numbers of tokens"
+        )
+
+
+def _sizes(ends: Tensor, rows: int) -> tuple[int, ...]:
+    """Return the numbers of each expert's rows."""
+    if devices.is_fake(ends):
+        # Nobody has been sent anywhere: as if all experts had as many.
+        bounds = [rows * expert // len(ends) for expert in range(len(ends) + 1)]
+    else:
+        bounds = [0, *ends.tolist()]
+    return tuple(end - start for start, end in pairwise(bounds))
+
+
+def _parts(sizes: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
+    """Yield each expert with its rows."""
+    start = 0
+    for expert, size in enumerate(sizes):
+        yield expert, slice(start, start + size)
+        start += size
+
+
+def linear(x: Tensor, weights: Tensor, groups: ExpertRows) -> Tensor:
+    """Multiply each expert's rows of x [n, d] by its weight, of weights [E, f, d]: [n, f]."""
+    if groups.sizes is None:
+        if _has_grouped_kernel(x, weights):
+            return F.grouped_mm(x, weights.mT, offs=groups.ends)
+        from megatron_llama.model.nn.kernels import experts as kernels  # where Triton is
+
+        return kernels.linear(x, weights, groups.ends)
+    out = x.new_empty(len(x), weights.shape[1])
+    for expert, part in _parts(groups.sizes):
+        if part.start < part.stop:
+            out[part] = gemm.linear(x[part], weights[expert])
+    return out
+
+
+def linear_backward(grad: Tensor, weights: Tensor, groups: ExpertRows) -> Tensor:
+    """Return the gradient [n, d] of the rows of ``linear`` from that of its output, [n, f]."""
+    if groups.sizes is None:
+        return linear(grad, weights.mT, groups)
+    out = grad.new_empty(len(grad), weights.shape[2])
+    for expert, part in _parts(groups.sizes):
+        if part.start < part.stop:
+            out[part] = gemm.linear_backward(grad[part], weights[expert])
+    return out
+
+
+def accumulate(view: Tensor, beta: float, grad: Tensor, x: Tensor, groups: ExpertRows) -> None:
+    """Set ``view = beta * view + grad.T @ x`` for each expert's view [f, d], of view [E, f, d], and
+    rows of grad [n, f] and x [n, d]; beta is 0 or 1. An expert without rows adds zeros."""
+    if groups.sizes is None:
+        from megatron_llama.model.nn.kernels import experts as kernels  # where Triton is
+
+        # torch's grouped product would round each contribution to bf16.
+        kernels.accumulate(view, beta, grad, x, groups.ends)
+        return
+    for expert, part in _parts(groups.sizes):
+        if part.start < part.stop:
+            accumulate_product(view[expert], beta, grad[part].t(), x[part])
+        elif beta == 0.0:
+            view[expert].zero_()
+
+
+def _has_grouped_kernel(x: Tensor, weights: Tensor) -> bool:
+    """Whether torch has one kernel for the products of all experts: in bf16, on Hopper, where rows
+    are multiples of 16 bytes. Elsewhere it waits for their numbers, and loops on the host."""
+    # On Blackwell torch has one as well; that of 2.10 failed to launch there.
+    return (
+        x.dtype is torch.bfloat16
+        and len(x) > 0
+        and devices.capability(x.device)[0] == 9
+        and all(width % 8 == 0 for width in weights.shape[1:])
+    )

@@ -1,0 +1,89 @@
+"""Bytes that autograd keeps of blocks with experts.
+
+A token has as many rows as experts, whichever they are, and none is dropped. So the bytes of a
+block do not depend on what the router chooses: the formula is what is allocated, for the most
+uneven choice as for the most even one.
+"""
+
+from __future__ import annotations
+
+from megatron_llama.model.plan.activation_memory import Activations
+from megatron_llama.model.plan.chunks import Granularity
+from megatron_llama.model.plan.experts import is_sparse, sparse_layers
+
+INDEX_BYTES = 8
+"""The number of an expert, or of a row."""
+END_BYTES = 4
+"""The number of the row behind an expert's last."""
+
+
+class ExpertActivations(Activations):
+    """The activations of a model in which some blocks have experts. With sequence parallelism a
+    rank sends its part of the tokens through them."""
+
+    def blocks(self, layers: range, granularity: Granularity) -> int:
+        """Return the bytes of the blocks of some layers, dense ones and those with experts."""
+        sparse = sum(is_sparse(self.model, layer) for layer in layers)
+        dense = (len(layers) - sparse) * self.block(granularity)
+        return dense + sparse * self.sparse_block(granularity)
+
+    def postponed_blocks(self, layers: range, granularity: Granularity) -> int:
+        """Return the same between BACKWARD_INPUT and BACKWARD_WEIGHT."""
+        sparse = sum(is_sparse(self.model, layer) for layer in layers)
+        dense = (len(layers) - sparse) * self.postponed_block(granularity)
+        return dense + sparse * self._postponed_sparse_block(granularity)
+
+    @property
+    def _rows(self) -> int:
+        """Rows of all experts."""
+        return self._residual_tokens * self.model.num_experts_per_tok
+
+    @property
+    def _width(self) -> int:
+        """Bytes of an expert's inner activation, of all rows."""
+        return self._rows * self.model.moe_intermediate_size * self.itemsize
+
+    @property
+    def _logits(self) -> int:
+        """Bytes of the probabilities of all experts, or of the gradients of their logits."""
+        return self._residual_tokens * self.model.num_experts * self.fp32_itemsize
+
+    @property
+    def _routing(self) -> int:
+        """The experts of each token, their weights, and the probabilities of all."""
+        return self._rows * (INDEX_BYTES + self.fp32_itemsize) + self._logits
+
+    def sparse_block(self, granularity: Granularity) -> int:
+        """Return the bytes of one block with experts."""
+        if granularity == "full":
+            return self.block("full")
+        # Of a dense block all but what its MLP keeps.
+        others = self.block(granularity) - (2 if granularity == "selective" else 3) * self._inner
+        # The output of the first product is computed again where activations are.
+        return others + self._routing + (2 * self._width if granularity == "none" else 0)
+
+    def _postponed_sparse_block(self, granularity: Granularity) -> int:
+        """Return one block with experts between BACKWARD_INPUT and BACKWARD_WEIGHT: of attention
+        what a dense block keeps; the gradients of the router's logits and of both products, the
+        input of the second, and the order of the rows."""
+        inner = (4 if granularity == "selective" else 3) * self._inner
+        others = self.postponed_block(granularity) - inner
+        # The gradient of the output is that of this rank's part of the tokens.
+        others -= (self.tokens - self._residual_tokens) * self.model.hidden_size * self.itemsize
+        order = self._rows * INDEX_BYTES + self.model.num_experts * END_BYTES
+        return others + self._logits + 3 * self._width + order
+
+    def gradients(self, recomputed: Granularity) -> int:
+        """Return the most bytes of gradients in the backward pass of a block: of a dense one, if
+        there is one, or of one with experts, whichever has more. In that of the latter the
+        gradients and both factors of each product exist at once."""
+        width = self._width
+        hidden = self._rows * self.model.hidden_size * self.itemsize
+        # In fp32: products by which weights have their gradients, and sums over the experts.
+        wide = width // self.itemsize * self.fp32_itemsize
+        sums = 2 * self.hidden // self.itemsize * self.fp32_itemsize
+        again = self.sparse_block("none") - self.sparse_block(recomputed)
+        # Before that, a host copies both factors of a product of two dtypes to fp32.
+        experts = again + hidden + max(hidden + 5 * width + wide + sums, 3 * width + 3 * wide)
+        dense = sparse_layers(self.model) < self.model.num_hidden_layers
+        return max(experts, super().gradients(recomputed) if dense else 0)

@@ -1,0 +1,93 @@
+"""The parameters of a block of experts: the router, and the matrices of all experts.
+
+Two weights hold all experts of a block, with two dims as those of a dense block: of each expert
+the rows of its gate, then those of up; and the rows of its output. In HuggingFace's files every
+expert has three matrices of its own.
+
+Every tensor-parallel rank holds all of them. It sends the tokens of its part of the sequence
+through them, so that gradients of the ranks are parts of a sum.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megatron_llama.config.schema import ModelConfig
+from megatron_llama.engine.plan.specs import HFSlice, ParamSpec
+from megatron_llama.model.families import FAMILIES
+from megatron_llama.model.plan.params import Shapes
+
+ROUTER = "mlp.gate.weight"
+GATE_UP = "mlp.experts.gate_up_proj"
+DOWN = "mlp.experts.down_proj"
+"""Names of the parameters in a block, and of the tensors in transformers 5, which stacks them to
+[experts, rows, columns]."""
+
+
+def is_sparse(model: ModelConfig, layer: int) -> bool:
+    """Whether a block has experts in the place of an MLP."""
+    # Checks of a step of 0 ask this, too.
+    turn = (layer + 1) % max(1, model.decoder_sparse_step) == 0
+    return model.num_experts > 0 and turn and layer not in model.mlp_only_layers
+
+
+def sparse_layers(model: ModelConfig) -> int:
+    """Return the number of blocks with experts."""
+    return sum(is_sparse(model, layer) for layer in range(model.num_hidden_layers))
+
+
+def elements_in_place_of_mlps(model: ModelConfig) -> int:
+    """Return the elements of all matrices that a token meets in blocks with experts: its own
+    experts' and the router's. Those of the MLPs that these blocks do not have are subtracted."""
+    widths = model.num_experts_per_tok * model.moe_intermediate_size - model.intermediate_size
+    per_layer = model.hidden_size * (3 * widths + model.num_experts)
+    return sparse_layers(model) * per_layer
+
+
+def router_name(model: ModelConfig) -> str:
+    """Return the router's name in a block of HuggingFace's files."""
+    return f"{FAMILIES[model.model_type].tensors.get('mlp.gate', 'mlp.gate')}.weight"
+
+
+def expert_names(model: ModelConfig, expert: int) -> tuple[str, str, str]:
+    """Return the names of the gate, up and output matrices of an expert, in a block of
+    HuggingFace's files."""
+    theirs = FAMILIES[model.model_type].tensors
+    owner = f"{theirs.get('mlp.experts', 'mlp.experts')}.{expert}"
+    gate, up, down = (
+        f"{owner}.{theirs.get(f'experts.{name}', name)}.weight"
+        for name in ("gate_proj", "up_proj", "down_proj")
+    )
+    return gate, up, down
+
+
+def expert_params(shapes: Shapes, prefix: str) -> tuple[ParamSpec, ...]:
+    """Return the parameters of a block of experts, in the order of its forward pass. ``prefix`` is
+    the block's name."""
+    model = shapes.model
+    hidden = model.hidden_size
+    inner = model.moe_intermediate_size
+    experts = model.num_experts
+    build = partial(
+        ParamSpec,
+        decay=True,
+        copies=shapes.tp,
+        partial_grad=shapes.sequence_parallel and shapes.tp > 1,
+        stage=shapes.stage,
+    )
+    gates_and_ups, downs = [], []
+    for expert in range(experts):
+        gate, up, down = (f"{prefix}.{name}" for name in expert_names(model, expert))
+        first = 2 * inner * expert
+        gates_and_ups += [
+            HFSlice(gate, (inner, hidden), first, inner),
+            HFSlice(up, (inner, hidden), first + inner, inner),
+        ]
+        downs.append(HFSlice(down, (hidden, inner), hidden * expert, hidden))
+    shape = (experts, hidden)
+    router = HFSlice(f"{prefix}.{router_name(model)}", shape, 0, experts)
+    return (
+        build(f"{prefix}.{ROUTER}", shape, (router,)),
+        build(f"{prefix}.{GATE_UP}", (experts * 2 * inner, hidden), tuple(gates_and_ups)),
+        build(f"{prefix}.{DOWN}", (experts * hidden, inner), tuple(downs)),
+    )

@@ -1,0 +1,74 @@
+"""Checks of models with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_llama.config.parse import flag
+from megatron_llama.config.schema import Config, ModelConfig
+from megatron_llama.engine.offload_options import ZENFLOW
+from megatron_llama.engine.options import MUON
+from megatron_llama.errors import describe
+
+
+def routing_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield numbers of experts, and of dense blocks, that do not fit each other."""
+    if model.num_experts > 0 and not 0 < model.num_experts_per_tok <= model.num_experts:
+        yield describe(
+            flag("num_experts_per_tok"),
+            got=model.num_experts_per_tok,
+            expected=f"a number from 1 to num_experts {model.num_experts}",
+            do="give --num-experts-per-tok",
+        )
+    layers = model.num_hidden_layers
+    strange = [layer for layer in model.mlp_only_layers if not 0 <= layer < layers]
+    if strange and layers > 0:
+        yield describe(
+            flag("mlp_only_layers"),
+            got=" ".join(map(str, strange)),
+            expected=f"numbers of blocks, from 0 to {layers - 1}",
+            do="leave these out",
+        )
+
+
+def expert_problems(config: Config) -> Iterator[str]:
+    """Yield options that are not written for models with experts."""
+    parallel = config.parallel
+    training = config.training
+    tp = parallel.tensor_model_parallel_size
+    not_proven = "a dense model: nothing shows that it is right for experts"
+    excluded = (
+        (
+            tp > 1 and not parallel.sequence_parallel,
+            f"--tensor-model-parallel-size {tp} without --sequence-parallel",
+            "both: every tensor-parallel rank sends its own part of the sequence through whole "
+            "experts",
+        ),
+        (
+            tp > 1 and parallel.tp_comm_overlap != "0",
+            f"--tp-comm-overlap {parallel.tp_comm_overlap}",
+            "0: between attention and experts no message is cut",
+        ),
+        (training.fp8 != "none", f"--fp8 {training.fp8}", "products in bf16, fp16 or fp32"),
+        (
+            training.compile,
+            "--compile",
+            "kernels as they are: each step sends other numbers of tokens to an expert, for which "
+            "they would be compiled again",
+        ),
+        (
+            training.cuda_graph_scope != "none",
+            f"--cuda-graph-scope {training.cuda_graph_scope}",
+            "none: nothing shows that passes of experts can be captured",
+        ),
+        (config.optimizer.optimizer == MUON, "--optimizer muon", not_proven),
+        (config.offload.optimizer_offload == ZENFLOW, f"--optimizer-offload {ZENFLOW}", not_proven),
+    )
+    for is_given, got, expected in excluded:
+        if is_given:
+            yield describe(
+                flag("num_experts"),
+                got=f"{config.model.num_experts} with {got}",
+                expected=expected,
+                do="change one of the two",
+            )
