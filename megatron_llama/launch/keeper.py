@@ -74,8 +74,8 @@ ASK_SECONDS = 0.05
 SILENT_PACES = 6
 _LEFT = "left"
 """A line of each spare that was asked to stop."""
-_OVER = "over"
-"""How many need the store no more."""
+OVER = "over"
+"""A line of each that needs the store no more."""
 STORE_SECONDS = 5e-5
 """How long the store needs for one request, on a slow host."""
 REQUESTS = 2
@@ -147,8 +147,8 @@ class _Keeper:
         """The exit status of the last process."""
         self._deadline = inf
         """When the process that trains is killed, by ``time.monotonic``."""
-        self._members = place.world_size
-        """How many came to the last meeting."""
+        self._present = {*range(place.world_size)}
+        """The ranks whose keepers need the store."""
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
     def keep(self) -> int | tuple[Seat, int]:
@@ -171,7 +171,9 @@ class _Keeper:
         before: Roster | None = None
         for generation in count():
             roster = self._meet(generation, before, verdict)
-            self._members = len(roster.members)
+            self._present = {member.rank for member in roster.members}
+            if roster.count == 0 and not roster.end:
+                self._present.update(roster.lost)  # it was closed at once: they are on their way
             if roster.count == 0:
                 return self._end_of_job(roster)
             chosen = seats(
@@ -273,11 +275,12 @@ class _Keeper:
         ended, which is known of those on this machine."""
         came = {arrival.member.rank: arrival.member for arrival in self._arrivals(generation)}
         left = _lines(self._store, _LEFT)
-        missing = expected - came.keys() - {int(rank) for rank in left}
-        for rank, process in neighbour_processes(self._store, sorted(missing)).items():
-            if has_ended(process):
-                missing.remove(rank)
-        return missing
+        return self._living(expected - came.keys() - {int(rank) for rank in left})
+
+    def _living(self, ranks: set[int]) -> set[int]:
+        """Return the ranks whose keepers have not certainly ended."""
+        neighbours = neighbour_processes(self._store, sorted(ranks))
+        return ranks - {rank for rank, process in neighbours.items() if has_ended(process)}
 
     def _arrivals(self, generation: int) -> list[Arrival]:
         return [Arrival.read(line) for line in _lines(self._store, f"came/{generation}")]
@@ -434,7 +437,8 @@ class _Keeper:
         """Wait for a signal, at most so long, and hand it on. Ends this process if its launcher is
         gone."""
         heard = signal.sigtimedwait(HEARD, seconds)
-        if heard is not None and heard.si_signo != signal.SIGCHLD:
+        # Where SIGCONT ends the wait after its time, CPython returns what it never filled in.
+        if heard is not None and heard.si_signo in (*STOPS, signal.SIGUSR1):
             number = signal.Signals(heard.si_signo)
             if number in STOPS:
                 self._stop = number
@@ -450,10 +454,11 @@ class _Keeper:
         """Tell the others that this keeper has read all that it needs. The holder of the store
         waits for them."""
         with suppress(DistError):
-            self._store.add(_OVER, 1)
+            _append(self._store, OVER, str(self._place.rank))
             deadline = time.monotonic() + LEAVE_SECONDS
-            while self._host and self._store.add(_OVER, 0) < self._members:
-                if time.monotonic() > deadline:
+            while self._host and time.monotonic() < deadline:
+                over = {int(rank) for rank in _lines(self._store, OVER)}
+                if not self._living(self._present - over):
                     return
                 time.sleep(ASK_SECONDS)
 

@@ -9,12 +9,15 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from megatron_llama import train
 from megatron_llama.errors import ConfigError
+from megatron_llama.launch.keeper import OVER
 from tools.restart_trials import training_process
+from torch.distributed import TCPStore
 
 from tests.e2e.product import DP2, ONE, Product, Refuse, assert_same_state, events, exact_curve, steps
 from tests.e2e.test_launchers import address, end, family
@@ -258,6 +261,21 @@ def test_a_signal_stops_a_run_that_may_begin_again(product: Product, tmp_path: P
     ended = run.wait().ok(143)
     last = steps(folder)[-1]["iteration"]
     assert f" stopped by SIGTERM after iteration {last}\n" in ended.out and (folder / f"iter_{last:07d}").is_dir()
+
+
+@pytest.mark.long
+def test_the_store_waits_for_a_keeper_that_is_late(product: Product, tmp_path: Path) -> None:
+    """A rank that ends the job closes the meeting at once. Who was on the way to it finds the store and the roster there."""
+    folder, port = tmp_path / "run", free_port()
+    run = product.launcher.start(product.command(**{**RESTARTS, "train_iters": 100_000, "save": folder}), 2, place=torchrun(2, port))
+    until_logged(run, folder, 3)
+    os.kill(run.pids[1], signal.SIGSTOP)
+    run.signal(signal.SIGTERM, [0])
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT))
+    run.until(lambda: any(key.endswith(f"/{OVER}") for key in store.list_keys()))  # the first keeper would go now, and the store with it
+    os.kill(run.pids[1], signal.SIGCONT)
+    ended = run.wait().ok(143)
+    assert "error" not in ended.err and " stopped by SIGTERM after iteration " in ended.out
 
 
 @pytest.mark.long
