@@ -34,13 +34,12 @@ from megatron_llama.engine.evaluation_weights import EvaluationWeights
 from megatron_llama.engine.gradients import GradientBuckets
 from megatron_llama.engine.handle import BucketParamHandle
 from megatron_llama.engine.loss_scale import LossScale
-from megatron_llama.engine.mesh import Axis, Mesh
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.options import BF16, FP16, FP32, FP64, EngineOptions, UpdateOptions
 from megatron_llama.engine.param_handle import attach_param_handle
 from megatron_llama.engine.parameters import ParameterBuckets
 from megatron_llama.engine.plan.buckets import (
     ALIGN,
-    BucketKind,
     BucketPlan,
     PlacedParam,
     reduces_every_microbatch,
@@ -124,22 +123,19 @@ class OverlappedDistributedOptimizer:
         with self._registered.making():
             self.parameters = ParameterBuckets(
                 bucket_plan,
-                mesh.dp_gather,
+                mesh,
                 dtypes=[DTYPES[b.kind.dtype or options.dtype] for b in bucket_plan.buckets],
-                device=mesh.device,
                 comm_queue=comm_queue,
                 prefetch_bytes=options.prefetch_bytes,
                 chunk_bytes=options.chunk_bytes,
             )
             self.gradients = GradientBuckets(
                 bucket_plan,
-                shard_axis=mesh.dp_shard,
-                replica_axis=mesh.dp_replica,
+                mesh,
                 reduce_every_microbatch=reduces_every_microbatch(options),
                 dtype=master_dtype,
                 wire=torch.bfloat16 if options.reduces_in_bf16 else None,
                 sums_wide=options.sums_wide,
-                device=mesh.device,
                 stream=stream,
                 chunk_bytes=options.chunk_bytes,
                 reduced=_weak_on_reduced(self),
@@ -159,7 +155,7 @@ class OverlappedDistributedOptimizer:
         # in the bucket an element stands, so its bits would depend on the bucket size.
         self._copy_sums = [
             all_reduce_exchange(
-                shard, self.copies_axis(bucket_plan.buckets[b].kind), index=b, wire=None
+                shard, mesh.copies_axis(bucket_plan.buckets[b].kind), index=b, wire=None
             )
             for b, shard in self.gradients.shards.items()
             if bucket_plan.buckets[b].kind.partial_grad
@@ -195,7 +191,7 @@ class OverlappedDistributedOptimizer:
         kind = self.bucket_plan.buckets[bucket].kind
         if not kind.trainable:
             return param_shard
-        segments = tuple(self.bucket_plan.segments(bucket, self.mesh.dp_shard.rank))
+        segments = tuple(self.bucket_plan.segments(bucket, self.shard_rank(bucket)))
         position = self.bucket_plan.forward_order.index(bucket)
         return self.rules.by_bucket[bucket].attach(
             Shard(bucket, position, param_shard, dtype, kind, segments)
@@ -216,7 +212,7 @@ class OverlappedDistributedOptimizer:
         with torch.no_grad():
             for bucket, master in enumerate(self.masters):
                 for rectangle, place in self.bucket_plan.rectangles(
-                    bucket, self.mesh.dp_shard.rank
+                    bucket, self.shard_rank(bucket)
                 ):
                     source(rectangle, master[place].view(rectangle.size))
         self.publish()
@@ -488,19 +484,13 @@ class OverlappedDistributedOptimizer:
                 self._take_squared_norm(bucket)
                 self._announce_gradient(bucket)
 
-    def copies_axis(self, kind: BucketKind) -> Axis:
-        """Return the axis of the ranks that hold copies of a kind's parameters."""
-        return self.mesh.tp if kind.copies == self.mesh.tp.size else self.mesh.kv
-
     def is_primary(self, bucket: int) -> bool:
-        """Whether this rank counts a shard, or writes it to a checkpoint, for all ranks that hold
-        it."""
-        kind = self.bucket_plan.buckets[bucket].kind
-        mesh = self.mesh
-        copies = [self.mesh.dp_replica.rank, mesh.tp.rank % kind.copies]
-        if kind.tied:
-            copies.append(mesh.embedding.rank)
-        return not any(copies)
+        """Whether this rank counts the shard of a bucket (``Mesh.is_primary``)."""
+        return self.mesh.is_primary(self.bucket_plan.buckets[bucket].kind)
+
+    def shard_rank(self, bucket: int) -> int:
+        """Return the number of this rank's shard of a bucket."""
+        return self.mesh.data_axes(self.bucket_plan.buckets[bucket].kind).shard.rank
 
     def _update(self, bucket: int, scale: Tensor, skip: Tensor, lr: float) -> Future:
         note = self.mesh.recorder.begin("update", bucket)
