@@ -22,7 +22,7 @@ from functools import partial
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_llama.engine.comm.collectives import all_reduce
 from megatron_llama.engine.comm.exchange import all_reduce_exchange
@@ -36,7 +36,6 @@ from megatron_llama.engine.handle import BucketParamHandle
 from megatron_llama.engine.loss_scale import LossScale
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.options import BF16, FP16, FP32, FP64, EngineOptions, UpdateOptions
-from megatron_llama.engine.param_handle import attach_param_handle
 from megatron_llama.engine.parameters import ParameterBuckets
 from megatron_llama.engine.plan.buckets import (
     ALIGN,
@@ -85,18 +84,16 @@ class OverlappedDistributedOptimizer:
 
     def __init__(
         self,
-        stages: Iterable[nn.Module],
         bucket_plan: BucketPlan,
         rules: UpdateRules,
         mesh: Mesh,
         options: EngineOptions,
         *,
-        attach: Attach | None = None,
+        attach: Attach,
         inline: bool = False,
     ) -> None:
-        """``attach`` is called for every parameter; None: the parameters of ``stages`` become views
-        of their buckets. With ``inline`` messages take no time, as in a trace: the work after a
-        message is done where it is issued, and not by threads."""
+        """``attach`` is called for every parameter. With ``inline`` messages take no time, as in a
+        trace: the work after a message is done where it is issued, and not by threads."""
         self.bucket_plan = bucket_plan
         self.rules = rules
         self.mesh = mesh
@@ -183,7 +180,7 @@ class OverlappedDistributedOptimizer:
             rules,
             [bucket for bucket in bucket_plan.forward_order if bucket in trained],
         )
-        self._attach(attach or _attach_to(stages))
+        self._attach(attach)
 
     def _master(self, bucket: int, dtype: torch.dtype) -> Tensor:
         """Return the master shard: the rule's, or for frozen buckets the shard itself."""
@@ -536,19 +533,6 @@ class OverlappedDistributedOptimizer:
         for rule in self.rules.distinct:
             rule.close(CLOSE_TIMEOUT_SECONDS)
         self._registered.close()
-
-
-def _attach_to(stages: Iterable[nn.Module]) -> Attach:
-    """Return a function that makes the stages' parameters views of their buckets, with handles."""
-    stage_of = {name: stage for stage in stages for name, _ in stage.named_parameters()}
-
-    def attach(placed: PlacedParam, view: Tensor, handle: BucketParamHandle) -> None:
-        parameter = nn.Parameter(view, requires_grad=placed.spec.trainable)
-        attach_param_handle(parameter, handle)
-        owner, _, leaf = placed.spec.name.rpartition(".")
-        setattr(stage_of[placed.spec.name].get_submodule(owner), leaf, parameter)
-
-    return attach
 
 
 def _fixed(lr: LearningRate) -> LearningRate:

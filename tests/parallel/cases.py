@@ -236,7 +236,7 @@ class Record:
     parameters: str = ""
     """Digest of all compute parameters of this rank."""
     dp_line: tuple[int, ...] = ()
-    """Context-parallel ones included: the ranks whose compute parameters must be the same."""
+    """Context-parallel ones included: the ranks whose compute parameters must be the same, those of experts too."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ def record(run: Trainer, steps: Sequence[tuple[Tensor, Tensor]]) -> Record:
         norms=tuple(norm.item() for _, norm in steps),
         pieces=tuple(pieces),
         parameters=digest(parameter for _, parameter in whole_parameters(run)),
-        dp_line=run.mesh.dp.ranks,
+        dp_line=(run.mesh.dp if run.mesh.experts is None else run.mesh.experts.dp).ranks,
     )
 
 

@@ -328,7 +328,7 @@ def weights_of_the_step_before() -> AbstractContextManager[object]:
         if bucket != self.bucket_plan.forward_order[-1]:
             return
         whole = self.unsharded[bucket]
-        own = self.bucket_plan.shard(bucket, self._axis.rank)
+        own = self.bucket_plan.shard(bucket, dist.get_rank())
         received = whole.clone()
         before = self.__dict__.get("before", received)
         whole.copy_(before)
@@ -341,8 +341,8 @@ def weights_of_the_step_before() -> AbstractContextManager[object]:
 def sent_in_bf16() -> AbstractContextManager[object]:
     """Gradients cross the wire in bfloat16, which nobody has asked for."""
 
-    def gradient_buckets(bucket_plan: Any, **options: Any) -> GradientBuckets:
-        return GradientBuckets(bucket_plan, **options | {"wire": torch.bfloat16})
+    def gradient_buckets(bucket_plan: Any, mesh: Mesh, **options: Any) -> GradientBuckets:
+        return GradientBuckets(bucket_plan, mesh, **options | {"wire": torch.bfloat16})
 
     return patch.object(engine, "GradientBuckets", gradient_buckets)
 
