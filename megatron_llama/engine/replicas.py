@@ -2,9 +2,10 @@
 it may have a faulty memory, device or link.
 
 Whole parameters are compared over the data-parallel ranks (of experts: those that hold the same),
-where they stay unsharded after an update. Shards and optimizer state are compared over the replicas of hybrid sharding, over the
-tensor-parallel ranks that share a parameter, and over the two ends of the pipeline where the
-embedding is tied. A rank sends two numbers for each tensor, and whole tensors only if those differ.
+where they stay unsharded after an update. Shards and optimizer state are compared over the replicas
+of hybrid sharding, over the tensor-parallel ranks that share a parameter, and over the two ends of
+the pipeline where the embedding is tied. A rank sends two numbers for each tensor, and whole
+tensors only if those differ.
 """
 
 from __future__ import annotations

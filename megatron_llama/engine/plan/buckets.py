@@ -411,9 +411,10 @@ def _assign_slots(
     Buckets of weight matrices share the slots of their pool, in the order of their accesses.
     Embedding and head have a pool of their own, because a common slot size would waste memory in
     one of the two pools, and it has one slot less: the embedding is not read again in backward, so
-    the head may follow it. Each group has pools of its own, and experts that ranks divide among them
-    have: a unit needs its buckets of all groups at once. Every other bucket has a slot to itself. So do buckets of shared key/value heads
-    if a bucket may hold several layers, because the last of them stays open for long."""
+    the head may follow it. Groups, and experts that ranks divide among them, have pools of their
+    own: a unit needs the buckets of all its groups at once. Every other bucket has a slot to
+    itself. So do buckets of shared key/value heads if a bucket may hold several layers, because the
+    last of them stays open for long."""
     slots = []
     users = Counter[int]()
     pools = dict[tuple[bool | int, ...], int]()

@@ -105,6 +105,8 @@ class ExpertActivations(Activations):
         gathered = 3 * self.ep * self.hidden if self.ep > 1 else 0
         again = self.sparse_block("none") - self.sparse_block(recomputed)
         # Before that, a host copies both factors of a product of two dtypes to fp32.
-        experts = again + gathered + hidden + max(hidden + 5 * width + wide + sums, 3 * width + 3 * wide)
+        experts = (
+            again + gathered + hidden + max(hidden + 5 * width + wide + sums, 3 * width + 3 * wide)
+        )
         dense = sparse_layers(self.model) < self.model.num_hidden_layers
         return max(experts, super().gradients(recomputed) if dense else 0)

@@ -69,6 +69,7 @@ def step_traffic(config: Config, schedule: Schedule, *, dp: int, rank: int = 0) 
     sizes = [bucket.numel * itemsize for bucket in bucket_plan.buckets]
     prefetch = prefetch_plan_of(bucket_plan, sizes, parallel.prefetch_bytes)
     counts = count_gathers(prefetch, accesses, frozen)
+
     def along(ep: int) -> StepTraffic:
         buckets = [bucket for bucket in bucket_plan.buckets if bucket.kind.ep == ep]
         trained = [bucket for bucket in buckets if bucket.kind.trainable]

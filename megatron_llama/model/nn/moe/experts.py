@@ -168,9 +168,9 @@ def expert_mlp(
     ``routing``: [..., h].
 
     ``gate_up`` [E * 2I, h] has of each expert the rows of its gate, then those of up; ``down``
-    [E * h, I] those of its output. With ``recompute`` backward computes all again from x. ``divided``: the
-    weights are those of some experts, and the number E in the table stands for all others, which
-    add nothing (``dispatch.py``)."""
+    [E * h, I] those of its output. With ``recompute`` backward computes all again from x.
+    ``divided``: the weights are those of some experts, and the number E in the table stands for all
+    others, which add nothing (``dispatch.py``)."""
     value, source = (x.value, x) if isinstance(x, Recomputable) else (x, None)
     out = _ExpertMLP.apply(  # type: ignore[no-untyped-call]
         value, routing.experts, routing.weights, gate_up, down, gate, recompute, source, divided

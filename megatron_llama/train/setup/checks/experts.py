@@ -39,9 +39,7 @@ def division_problems(config: Config, dp: int) -> Iterator[str]:
     name = flag("expert_model_parallel_size")
     experts = config.model.num_experts
     if experts == 0:
-        yield describe(
-            name, got=ep, expected="1 for a model without experts", do="leave it out"
-        )
+        yield describe(name, got=ep, expected="1 for a model without experts", do="leave it out")
     elif experts % ep:
         yield describe(
             name,
