@@ -308,6 +308,7 @@ class ParallelConfig:
         check=POSITIVE,
         largest=LARGEST_RANKS,
         small=scaled("each rank has some experts, as with more"),
+        draws=(2,),
     )
     """Neighbouring data-parallel ranks that divide the experts of each block among them (ep): a
     divisor of dp and of --num-experts."""

@@ -102,7 +102,7 @@ def build_mesh(
     """Build the mesh of a process group that has been joined, with only those communicators that
     the configuration uses. Each is used once here, so that no later step waits for its creation.
     ``recorder`` is a new one by default, and ``world`` the default group. Collective. Raises
-    ClusterError if the layout does not divide ``world_size``."""
+    ClusterError if the layout does not divide ``world_size``, or experts not the data-parallel ranks."""
     parallel = config.parallel
     model = config.model
     tp = parallel.tensor_model_parallel_size
@@ -114,6 +114,14 @@ def build_mesh(
             "number of processes", got=world_size, expected=want, do="change one of the four"
         )
     grid = _Grid(pp, world_size // (tp * cp * pp), cp, tp)
+    ep = parallel.expert_model_parallel_size
+    if grid.dp % ep:
+        raise ClusterError(
+            "expert parallel size",
+            got=ep,
+            expected=f"a divisor of the {grid.dp} data-parallel ranks",
+            do="change one of the two",
+        )
     recorder = recorder or Recorder()
     builder = _AxisBuilder(rank, recorder, backend_timeout(parallel), device, parallel)
 
@@ -150,7 +158,7 @@ def build_mesh(
         dp_gather = builder.build("dp_gather", shard_lines)
 
     ep_axis = experts = None
-    if (ep := parallel.expert_model_parallel_size) > 1:
+    if ep > 1:
         ep_axis, experts = _expert_axes(builder, grid, ep, is_sharded=shards > 1)
 
     pp_lines = grid.lines(0)
@@ -191,15 +199,7 @@ def _expert_axes(
     builder: _AxisBuilder, grid: _Grid, ep: int, *, is_sharded: bool
 ) -> tuple[Axis, DataAxes]:
     """Return the axis of ``ep`` neighbouring data-parallel ranks that divide experts among them,
-    and those of the ranks that hold the same experts. Collective. Raises ClusterError if ``ep``
-    does not divide the data-parallel ranks."""
-    if grid.dp % ep:
-        raise ClusterError(
-            "expert parallel size",
-            got=ep,
-            expected=f"a divisor of the {grid.dp} data-parallel ranks",
-            do="change one of the two",
-        )
+    and those of the ranks that hold the same experts. Collective."""
     lines = [line[i : i + ep] for line in grid.lines(1) for i in range(0, grid.dp, ep)]
     # A line has the ranks of dp, and of each those of cp.
     same = [
