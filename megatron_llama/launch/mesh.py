@@ -102,7 +102,8 @@ def build_mesh(
     """Build the mesh of a process group that has been joined, with only those communicators that
     the configuration uses. Each is used once here, so that no later step waits for its creation.
     ``recorder`` is a new one by default, and ``world`` the default group. Collective. Raises
-    ClusterError if the layout does not divide ``world_size``, or experts not the data-parallel ranks."""
+    ClusterError if the layout does not divide ``world_size``, or if the ranks that divide experts
+    do not divide the data-parallel ones."""
     parallel = config.parallel
     model = config.model
     tp = parallel.tensor_model_parallel_size
