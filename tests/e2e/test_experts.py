@@ -24,6 +24,7 @@ SHARDED = Layout(2, {**DP2.options, "data_parallel_sharding_strategy": "optim_gr
 
 
 @pytest.mark.long
+@pytest.mark.tries("expert_model_parallel_size")
 def test_from_the_first_step_to_the_export(product: Product, tmp_path: Path) -> None:
     """Each pair of layouts stops at step 3 and goes on: in the same layout the run is the unbroken one to the bit, in others but for rounding."""
     for layout, run in ((DIVIDED, "divided"), (TP2, "run")):
