@@ -675,7 +675,7 @@ class _GatheredAsCopies(torch.autograd.Function):
         return full
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.chunk(ctx.axis.size)[ctx.axis.rank].clone(), None
 
 
