@@ -90,6 +90,9 @@ class ExpertActivations(Activations):
         if self.ep > 1:
             # Which experts are elsewhere, and the gradients of the outputs of all ranks' tokens.
             order += self.ep * self._places + (self.ep - 1) * self.hidden
+            if granularity == "selective":
+                # Gathered once for the repeated product and the weight gradient.
+                order += self.ep * self.hidden
         return others + self._logits + 3 * self._width + order
 
     def gradients(self, recomputed: Granularity) -> int:

@@ -29,7 +29,7 @@ from tests.harness import Cluster
 from tests.model.nn.dispatch import Dispatched
 from tests.model.nn.handle import Handle
 from tests.model.nn.spmd import numbers, tensor_mesh
-from tests.model.test_activation_memory import BATCH, FIELDS, Run, build, kept, several, storage
+from tests.model.test_activation_memory import BATCH, EXPERTS, FIELDS, Run, build, kept, several, storage
 from tests.parallel.cases import MODEL, SEQ_LENGTH, Layout, train, trainer
 
 CPU = torch.device("cpu")
@@ -146,6 +146,15 @@ SPLIT += [Run(bf16=True, fields=tuple(fields.items())) for fields in FIELDS.valu
 def test_a_split_pass_keeps_what_the_formula_says(cluster: Cluster, layout: Run, recompute: Granularity) -> None:
     """Biases and norms have their gradients in the first half."""
     found = cluster.run(layout.tp, deferred, replace(layout, recompute=recompute))
+    assert all(held == expected for held, expected in found), found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_split_pass_where_ranks_divide_experts(cluster: Cluster, recompute: Granularity) -> None:
+    """With recomputation the tokens that were gathered once are kept for the weight gradient."""
+    layout = Run(dp=2, ep=2, bf16=True, recompute=recompute, fields=tuple(EXPERTS.items()))
+    found = cluster.run(2, deferred, layout)
     assert all(held == expected for held, expected in found), found
 
 

@@ -314,16 +314,18 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
         f" and {traffic.replicas} replicas" if strategy.sharded and traffic.replicas > 1 else ""
     )
     largest = max(bucket.numel for bucket in bucket_plan.buckets)
-    of_experts = ""
-    if traffic.experts is not None:
-        of_experts = (
-            f", of experts {traffic.experts.reductions} and {traffic.experts.gathers} along "
-            f"{traffic.experts.shards * traffic.experts.replicas} ranks,"
-        )
+    own_shards = own_messages = ""
+    if (experts := traffic.experts) is not None:
+        of_experts = sum(bucket.kind.ep > 1 for bucket in bucket_plan.buckets)
+        if strategy.sharded:
+            own_shards = f" ({of_experts} of experts in {experts.shards})"
+        if experts.shards * experts.replicas > 1:
+            own_gathers = f" and {experts.gathers}" if strategy.sharded else ""
+            own_messages = f" (of experts {experts.reductions}{own_gathers} more)"
     yield (
-        f"  layout        {len(bucket_plan.buckets)} buckets, the largest {largest:,} elements, "
-        f"each in {bucket_plan.shards} shards{replicas}; a step makes {traffic.reductions} "
-        f"{verb}{gathers}{of_experts} and sends {sized(round(traffic.sent))}"
+        f"  layout        {len(bucket_plan.buckets)} buckets, the largest {largest:,} elements, each "
+        f"in {bucket_plan.shards} shards{own_shards}{replicas}; a step makes {traffic.reductions} "
+        f"{verb}{gathers}{own_messages} and sends {sized(round(traffic.sent))}"
     )
     if config.parallel.expert_model_parallel_size > 1:
         from megatron_llama.model.plan.dispatch import dispatch_messages  # of few models

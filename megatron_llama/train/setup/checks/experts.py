@@ -8,7 +8,7 @@ from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.engine.offload_options import NONE, ZENFLOW
 from megatron_llama.engine.options import MUON
-from megatron_llama.errors import describe, nearest_divisors
+from megatron_llama.errors import counted, describe, nearest_divisors
 
 
 def routing_problems(model: ModelConfig) -> Iterator[str]:
@@ -51,8 +51,9 @@ def division_problems(config: Config, dp: int) -> Iterator[str]:
         yield describe(
             name,
             got=ep,
-            expected=f"a divisor of the {dp} data-parallel ranks",
-            do=f"choose {nearest_divisors(dp, ep)}",
+            expected=f"a divisor of the {counted(dp, 'data-parallel rank')}",
+            do=f"choose {nearest_divisors(dp, ep)}, or start processes for a multiple of {ep} "
+            "data-parallel ranks",
         )
     excluded = (
         (
