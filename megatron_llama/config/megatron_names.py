@@ -169,7 +169,8 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
             "no_bias_swiglu_fusion no_bias_gelu_fusion no_bias_dropout_fusion "
             "cross_entropy_loss_fusion attention_softmax_in_fp32 apply_query_key_layer_scaling "
             "no_async_tensor_model_parallel_allreduce no_barrier_with_level_1_timing "
-            "use_cpu_initialization use_pytorch_profiler manual_gc",
+            "use_cpu_initialization use_pytorch_profiler manual_gc moe_grouped_gemm "
+            "moe_permute_fusion moe_router_fusion",
             Alias(value="true", help="the trainer chooses its kernels by itself" + _UNCHANGED),
         ),
         **_all_alike(

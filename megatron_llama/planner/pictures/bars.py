@@ -33,6 +33,7 @@ COLOURS: Mapping[str, str] = MappingProxyType(
         "pipeline": "#5b8f9e",
         "tp": "#a0742c",
         "cp": "#7a8a2c",
+        "ep": "#c08497",
         "updates": "#6b6f76",
         "other": "#9aa0a8",
     }

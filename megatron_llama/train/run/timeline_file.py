@@ -35,12 +35,16 @@ OTHER = "other"
 PIPELINE = "pipeline"
 GATHERS = "gathers"
 REDUCTIONS = "reductions"
-LANES = (ITERATIONS, COMPUTE, WAITS, "tp", "cp", PIPELINE, GATHERS, REDUCTIONS, UPDATES, OTHER)
+LANES = (
+    *(ITERATIONS, COMPUTE, WAITS, "tp", "cp", "ep"),
+    *(PIPELINE, GATHERS, REDUCTIONS, UPDATES, OTHER),
+)
 """The lanes from top to bottom."""
 AXIS_LANES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("tp", "kv"), "tp"),
         **dict.fromkeys(("cp", "cp_heads", "cp_keys"), "cp"),
+        "ep": "ep",
         **dict.fromkeys(("pp", "pp_backward", "pp_return", "pp_backward_return"), PIPELINE),
         **dict.fromkeys(("dp_gather", "expert_dp_gather"), GATHERS),
         **dict.fromkeys(("dp", "dp_shard", "dp_replica", "expert_dp", "embedding"), REDUCTIONS),

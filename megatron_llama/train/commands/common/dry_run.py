@@ -323,9 +323,9 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
             own_gathers = f" and {experts.gathers}" if strategy.sharded else ""
             own_messages = f" (of experts {experts.reductions}{own_gathers} more)"
     yield (
-        f"  layout        {len(bucket_plan.buckets)} buckets, the largest {largest:,} elements, each "
-        f"in {bucket_plan.shards} shards{own_shards}{replicas}; a step makes {traffic.reductions} "
-        f"{verb}{gathers}{own_messages} and sends {sized(round(traffic.sent))}"
+        f"  layout        {len(bucket_plan.buckets)} buckets, the largest {largest:,} elements, "
+        f"each in {bucket_plan.shards} shards{own_shards}{replicas}; a step makes "
+        f"{traffic.reductions} {verb}{gathers}{own_messages} and sends {sized(round(traffic.sent))}"
     )
     if config.parallel.expert_model_parallel_size > 1:
         from megatron_llama.model.plan.dispatch import dispatch_messages  # of few models
