@@ -486,6 +486,25 @@ class TrainingConfig:
     z_loss_weight: float = option(0.0, small=KEPT, draws=(0.001, 0.1))
     """Weight of the square of the logarithm of the softmax's denominator, which keeps logits from
     drifting: it is trained, and is no part of the losses that are printed."""
+    moe_router_load_balancing_type: str = option(
+        "none",
+        check=Check(
+            lambda value: value in ("none", "seq_aux_loss", "global_aux_loss", "hf_aux_loss"),
+            "none, seq_aux_loss, global_aux_loss or hf_aux_loss",
+            "give seq_aux_loss or global_aux_loss: the value of aux_loss would depend on the "
+            "micro-batch, and others are not written here",
+        ),
+        small=KEPT,
+    )
+    """The loss that loads the experts of a block equally, with --moe-aux-loss-coeff: within each
+    sequence (`seq_aux_loss`), or over the global batch (`global_aux_loss`), or over the global
+    batch and all blocks together, as transformers has it (`hf_aux_loss`). The last two need a
+    forward pass more for each step. `none`: no such loss."""
+    moe_aux_loss_coeff: float = option(0.0, small=KEPT)
+    """Weight of the loss that loads experts equally. It is trained, and printed by itself."""
+    moe_z_loss_coeff: float = option(0.0, small=KEPT)
+    """Weight of the square of the logarithm of the router's softmax denominator, in each block the
+    mean over all tokens. It is trained, and printed by itself."""
     seed: int = option(1234, small=KEPT, draws=(7,))
     """Seeds the initial weights and the order of the samples."""
     bf16: bool = option(False, small=KEPT, draws=(True,))
@@ -583,6 +602,11 @@ class TrainingConfig:
     """End the run after so many evaluations in a row whose loss is not below the lowest before. 0:
     never. With checkpoints at the iterations of evaluations `best` is the one with the lowest
     loss."""
+
+    @property
+    def has_router_losses(self) -> bool:
+        """Whether losses of routers are trained."""
+        return self.moe_router_load_balancing_type != "none" or self.moe_z_loss_coeff > 0
 
 
 @section()

@@ -263,6 +263,10 @@ def _chosen_problems(config: Config) -> Iterator[str]:
         from megatron_llama.train.setup.checks.experts import expert_problems
 
         yield from expert_problems(config)
+    if config.training.has_router_losses or config.training.moe_aux_loss_coeff:
+        from megatron_llama.train.setup.checks.experts import router_loss_problems
+
+        yield from router_loss_problems(config)
     if config.zenflow != ZenFlowConfig():
         from megatron_llama.train.setup.checks.zenflow import zenflow_problems
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -65,10 +66,17 @@ class MoE(nn.Module):
         super().__init__()
         self.gate = Gate(config)
         self.experts = Experts(config, options, recompute=recompute)
+        self.router_losses: Callable[[Routing, int], Routing] | None = None
+        """Adds the choices for b sequences to the losses of a run (``balance.py``), if it has
+        some."""
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
-        out: Tensor = self.experts(x, self.gate(x))
+        routing: Routing = self.gate(x)
+        if self.router_losses is not None:
+            value = x.value if isinstance(x, Recomputable) else x
+            routing = self.router_losses(routing, value.shape[1])
+        out: Tensor = self.experts(x, routing)
         return out
 
 

@@ -72,3 +72,27 @@ def expert_problems(config: Config) -> Iterator[str]:
                 expected=expected,
                 do="change one of the two",
             )
+
+
+def router_loss_problems(config: Config) -> Iterator[str]:
+    """Yield losses of routers that have no coefficient, no type, or no routers."""
+    training = config.training
+    kind = training.moe_router_load_balancing_type
+    coefficient = training.moe_aux_loss_coeff
+    if not config.model.num_experts:
+        names = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
+        given = [name for name in names if getattr(training, name) not in ("none", 0.0)]
+        yield describe(
+            ", ".join(map(flag, given)),
+            got=" and ".join(str(getattr(training, name)) for name in given),
+            expected="a model with experts, whose routers have such losses",
+            do="leave it out",
+        )
+    elif (kind == "none") != (coefficient == 0.0):
+        yield describe(
+            flag("moe_aux_loss_coeff"),
+            got=f"{coefficient:g} with {flag('moe_router_load_balancing_type')} {kind}",
+            expected="a loss and its coefficient, or neither",
+            do="give --moe-router-load-balancing-type seq_aux_loss or another, and a coefficient "
+            "as 0.01, or leave both out",
+        )
