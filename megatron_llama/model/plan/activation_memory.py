@@ -10,6 +10,7 @@ storages that autograd holds. Parameters are not counted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_llama.config.schema import Config, ModelConfig
@@ -56,11 +57,11 @@ class Activations:
         """Return the activations of a resolved configuration."""
         training = config.training
         parallel = config.parallel
-        kind = Activations
+        kind: Callable[..., Activations] = Activations
         if config.model.num_experts:
-            from megatron_llama.model.plan.expert_memory import ExpertActivations  # of few models
+            from megatron_llama.model.plan.expert_memory import expert_activations  # of few models
 
-            kind = ExpertActivations
+            kind = expert_activations(training)
         return kind(
             config.model,
             training.micro_batch_size,
