@@ -608,6 +608,11 @@ class TrainingConfig:
         """Whether losses of routers are trained."""
         return self.moe_router_load_balancing_type != "none" or self.moe_z_loss_coeff > 0
 
+    @property
+    def counts_experts_first(self) -> bool:
+        """Whether a step begins with a forward pass that counts the tokens of each expert."""
+        return self.moe_router_load_balancing_type in ("global_aux_loss", "hf_aux_loss")
+
 
 @section()
 @dataclass(frozen=True)

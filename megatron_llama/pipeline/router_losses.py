@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class RoutedNextToken(NextToken):
     def preliminary(  # type: ignore[override]
         self, batches: Sequence[Microbatch]
     ) -> tuple[Sequence[Microbatch], Objective] | None:
-        return (batches, self) if self._losses.needs_counts else None
+        return (batches, self) if self._losses.counts_first else None
 
     def begin(self, batches: Sequence[Microbatch], mesh: Mesh, known: Tensor | None) -> StepLoss:
         # Ranks have as many microbatches as each other, of as many samples.
@@ -85,7 +86,8 @@ class RoutedRuntime(PipelineRuntime):
             return
         sums = torch.zeros_like(self._routed.routers(step.sums))
         with self._losses.forward(sums, step.loss_scale):
-            super()._forward(step, key)
+            # A view: the loss of the tokens is added to its own sum.
+            super()._forward(replace(step, sums=step.sums[: NextToken.length]), key)
         # The tp ranks have other tokens each. Their sums are added up, and divided as those of a
         # loss that each of them has.
         self._routed.routers(step.sums).add_(sums, alpha=self.mesh.tp.size)

@@ -328,15 +328,21 @@ def _experts(chance: random.Random, family: str, intermediate: int) -> Options:
     """Draw experts, and blocks without them where a family has such; of a dense family nothing."""
     if FAMILIES[family].experts is None:
         none = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), 0)
-        return {**none, "decoder_sparse_step": 1, "mlp_only_layers": ()}
+        no_losses = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+        sparse = {"decoder_sparse_step": 1, "mlp_only_layers": ()}
+        return {**none, **sparse, **no_losses, "moe_z_loss_coeff": 0.0}
     experts = chance.choice((2, 3, 6))
     has_dense = "moe_intermediate_size" not in FAMILIES[family].derived
+    kind = chance.choice(("none", "none", "seq_aux_loss", "global_aux_loss", "hf_aux_loss"))
     return {
         "num_experts": experts,
         "num_experts_per_tok": chance.randint(1, experts),
         "moe_intermediate_size": chance.choice((24, 40)) if has_dense else intermediate,
         "decoder_sparse_step": chance.choice((1, 1, 2)) if has_dense else 1,
         "mlp_only_layers": chance.choice(((), (0,), (1,))) if has_dense else (),
+        "moe_router_load_balancing_type": kind,
+        "moe_aux_loss_coeff": 0.0 if kind == "none" else 0.1,
+        "moe_z_loss_coeff": chance.choice((0.0, 0.0, 0.01)),
     }
 
 

@@ -185,6 +185,7 @@ LIKE = frozenset(
             "loss_scale_window",
         ),
         *("hysteresis", "clip_grad", "freeze", "z_loss_weight", "lora_rank", "lora_alpha"),
+        *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
         *("optimizer_offload", "optimizer_offload_fraction", "offload_speculative"),
         *("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "global_batch_size"),
         "adam_eps",

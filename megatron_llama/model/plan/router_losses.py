@@ -6,9 +6,8 @@ from megatron_llama.config.schema import Config
 
 NONE = "none"
 SEQUENCE = "seq_aux_loss"
-GLOBAL = "global_aux_loss"
 HUGGINGFACE = "hf_aux_loss"
-"""Values of --moe-router-load-balancing-type."""
+"""Values of --moe-router-load-balancing-type with a rule of their own."""
 COUNT_BYTES = 4
 """The number of tokens of an expert in a message."""
 
@@ -20,8 +19,3 @@ def count_bytes(config: Config) -> int:
     if training.moe_router_load_balancing_type != SEQUENCE:
         return 0
     return training.micro_batch_size * config.model.num_experts * COUNT_BYTES
-
-
-def counts_first(config: Config) -> bool:
-    """Whether each step begins with a forward pass that counts the tokens of each expert."""
-    return config.training.moe_router_load_balancing_type in (GLOBAL, HUGGINGFACE)

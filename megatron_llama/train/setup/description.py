@@ -33,6 +33,7 @@ def describe_config(
         "layout": _layout(config, world_size, dp),
         "precision": name_precision(config),
         "optimizer": f"{optimizer.optimizer}, lr {optimizer.lr:g}, {optimizer.lr_decay_style}",
+        "routers": _routers(training),
         "data": name_data(config),
         "validation": f"every {interval:,} iterations" if interval else "none",
         "batch": _batch(training, dp),
@@ -44,6 +45,17 @@ def describe_config(
         "log": _log(config),
     }
     return {subject: words for subject, words in (subjects | (known or {})).items() if words}
+
+
+def _routers(training: TrainingConfig) -> str:
+    if not training.has_router_losses:
+        return ""
+    kind = training.moe_router_load_balancing_type
+    counted = ", a forward pass more for each step" if training.counts_experts_first else ""
+    return (
+        f"load balancing {kind} x {training.moe_aux_loss_coeff:g}, "
+        f"z-loss x {training.moe_z_loss_coeff:g}{counted}"
+    )
 
 
 def name_weights(config: Config) -> str:

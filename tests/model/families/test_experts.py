@@ -104,8 +104,7 @@ SPLIT = {**TP2, "sequence_parallel": True}
         ({"decoder_sparse_step": 0}, "--decoder-sparse-step: got 0, expected a positive number"),
         ({"model_type": "mixtral", "moe_ffn_hidden_size": 40}, "--moe-intermediate-size: got 40, expected 48, as in the config.json of a Mixtral"),
         ({"model_type": "llama"}, "--num-experts: got 6, expected 0, as in the config.json of a LlamaForCausalLM"),
-        ({"moe_aux_loss_coeff": 0.01}, "losses that balance them and expert parallelism are not written here"),
-        ({"expert_model_parallel_size": 2}, "losses that balance them and expert parallelism are not written here"),
+        ({"expert_model_parallel_size": 2}, "expert parallelism is not written here"),
     ],
 )
 def test_what_is_not_written_for_experts_is_refused_by_name(options: dict[str, object], says: str) -> None:

@@ -26,7 +26,7 @@ from megatron_llama.engine.mesh import Mesh
 from megatron_llama.model.nn.moe.block import MoE
 from megatron_llama.model.nn.moe.routing import Routing
 from megatron_llama.model.plan.experts import is_sparse
-from megatron_llama.model.plan.router_losses import GLOBAL, HUGGINGFACE, NONE, SEQUENCE
+from megatron_llama.model.plan.router_losses import HUGGINGFACE, NONE, SEQUENCE
 
 
 class RouterLosses:
@@ -41,15 +41,17 @@ class RouterLosses:
         training = config.training
         model = config.model
         layers = [layer for layer in range(model.num_hidden_layers) if is_sparse(model, layer)]
-        self.kind = training.moe_router_load_balancing_type
-        self.blocks = {layer: place for place, layer in enumerate(layers)}
+        self.counts_first = training.counts_experts_first
+        """Whether the counts of the global batch have to be known before its first backward
+        pass."""
+        self._kind = training.moe_router_load_balancing_type
+        self._blocks = {layer: place for place, layer in enumerate(layers)}
         """The place of each layer with experts among all of them."""
-        self.experts = model.num_experts
+        self._experts = model.num_experts
         self._top_k = model.num_experts_per_tok
-        self._balance = training.moe_aux_loss_coeff if self.kind != NONE else 0.0
+        self._balance = training.moe_aux_loss_coeff if self._kind != NONE else 0.0
         self._z = training.moe_z_loss_coeff
         self._mesh = mesh
-        self._splits_sequence = (mesh.cp, *((mesh.tp,) if config.parallel.sequence_parallel else ()))
         self._samples = 1
         self._tokens = 1
         self._factors: Tensor | None = None
@@ -62,36 +64,30 @@ class RouterLosses:
     @property
     def shape(self) -> tuple[int, int]:
         """The shape of the sums."""
-        return len(self.blocks), 2 + self.experts
-
-    @property
-    def needs_counts(self) -> bool:
-        """Whether the counts of the global batch have to be known before its first backward
-        pass."""
-        return self.kind in (GLOBAL, HUGGINGFACE)
+        return len(self._blocks), 2 + self._experts
 
     def attach(self, stages: Iterable[nn.Module]) -> None:
         """Let the blocks with experts of these stages call ``add``."""
         for stage in stages:
             for name, module in stage.named_modules():
                 if isinstance(module, MoE):
-                    module.router_losses = partial(self.add, self.blocks[int(name.split(".")[-2])])
+                    module.router_losses = partial(self.add, self._blocks[int(name.split(".")[-2])])
 
     def begin(self, samples: int, tokens: int, known: Tensor | None) -> None:
         """Begin a step over so many sequences and tokens of the global batch. ``known``: the sums
-        over the same batch, if ``needs_counts``."""
+        over the same batch, where the loss depends on the counts of all of it."""
         self._samples = samples
         self._tokens = tokens
         self._factors = None
         if known is not None:
             counts = known[:, 2:]
             per_token = float(self._top_k)
-            if self.kind == HUGGINGFACE:
+            if self._kind == HUGGINGFACE:
                 # All blocks are one: their counts are added, and their tokens.
                 counts = counts.sum(0, keepdim=True).expand_as(counts)
                 tokens *= len(counts)
                 per_token = 1.0
-            self._factors = counts * (self.experts / (per_token * tokens**2))
+            self._factors = counts * (self._experts / (per_token * tokens**2))
 
     @contextmanager
     def forward(self, sums: Tensor | None, scale: Tensor | None) -> Iterator[None]:
@@ -132,24 +128,25 @@ class RouterLosses:
 
     def _count(self, experts: Tensor, samples: int) -> Tensor:
         """Return the tokens of each sequence that are sent to each expert, [samples, experts]."""
-        chosen = experts.new_zeros(len(experts), self.experts, dtype=torch.uint8)
+        chosen = experts.new_zeros(len(experts), self._experts, dtype=torch.uint8)
         # A token's experts differ, so no element is written twice.
         chosen.scatter_(1, experts, 1)
-        return chosen.view(-1, samples, self.experts).sum(0, dtype=torch.int32)
+        return chosen.view(-1, samples, self._experts).sum(0, dtype=torch.int32)
 
     def _block_factors(self, block: int, counts: Tensor) -> Tensor:
         """Return the derivative of the loss by the probabilities of a token, fp64: a row for each
         sequence, or one for all."""
-        if self.kind != SEQUENCE:
+        if self._kind != SEQUENCE:
             assert self._factors is not None, "the counts of the global batch are not known"
             return self._factors[block : block + 1]
         whole = counts.clone()
-        for axis in self._splits_sequence:
+        # Tensor-parallel ranks split sequences too, wherever there are experts.
+        for axis in (self._mesh.cp, self._mesh.tp):
             all_reduce(whole, axis, async_op=False).wait()
         # Every token has as many experts, so the counts say how long the sequence is. A tensor:
         # the host would wait for the number.
         choices = whole.sum(-1, keepdim=True, dtype=torch.float64)
-        return whole * (self.experts * self._top_k / self._samples) / choices.square()
+        return whole * (self._experts * self._top_k / self._samples) / choices.square()
 
     def _add_sums(
         self,
@@ -160,7 +157,7 @@ class RouterLosses:
         log_sums: Tensor | None,
     ) -> None:
         if factors is not None:
-            whole = probabilities.view(-1, len(counts), self.experts).sum(0, dtype=torch.float64)
+            whole = probabilities.view(-1, len(counts), self._experts).sum(0, dtype=torch.float64)
             sums[0] += (whole * factors).sum()
         if log_sums is not None:
             sums[1] += log_sums.double().square().sum() / self._tokens
@@ -175,14 +172,14 @@ class RouterLosses:
         if self._balance:
             # HuggingFace's is one loss of all blocks.
             losses = sums[:, 0]
-            is_one = self.kind == HUGGINGFACE
+            is_one = self._kind == HUGGINGFACE
             numbers["load_balancing_loss"] = losses.sum() if is_one else losses.mean()
         if self._z:
             numbers["z_loss"] = sums[:, 1].mean()
         shares = sums[:, 2:] / sums[:, 2:].sum(-1, keepdim=True)
-        numbers["experts/largest_load"] = shares.max() * self.experts
+        numbers["experts/largest_load"] = shares.max() * self._experts
         entropy = torch.special.entr(shares).sum(-1).mean()
-        numbers["experts/entropy"] = entropy / math.log(max(2, self.experts))
+        numbers["experts/entropy"] = entropy / math.log(max(2, self._experts))
         return numbers
 
 
