@@ -58,6 +58,8 @@ def numbers(place: Place, layout: FamilyLayout) -> tuple[float, float, Numbers, 
 
 def numbers_of_transformers(layout: FamilyLayout) -> Numbers:
     """Of the first step, by its router's logits."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
     model = TWINS[layout.family].hf_model()
     sequences = global_samples(0)[:, :-1]
     with torch.no_grad():
@@ -66,19 +68,27 @@ def numbers_of_transformers(layout: FamilyLayout) -> Numbers:
     loads = torch.stack([torch.zeros(experts).index_add_(0, logits.topk(chosen).indices.flatten(), torch.ones(logits.shape[0] * chosen)) for logits in blocks])
     shares = loads / loads.sum(-1, keepdim=True)
     assert shares.min() > 0
-    mean = torch.stack([logits.softmax(-1).mean(0) for logits in blocks])
+    balance = {"global_aux_loss": [(logits,) for logits in blocks], "seq_aux_loss": [(part,) for logits in blocks for part in logits.chunk(len(sequences))]}
+    losses = [load_balancing_loss_func(part, experts, chosen) / chosen for part in balance.get(layout.balance, [])]
     return {
-        "load_balancing_loss": float(experts * (shares * mean).sum(-1).mean()),
+        "load_balancing_loss": float(torch.tensor(losses).mean() if losses else load_balancing_loss_func(blocks, experts, chosen)),
         "z_loss": float(torch.stack([logits.logsumexp(-1).square().mean() for logits in blocks]).mean()),
         "experts/largest_load": float(shares.max() * experts),
         "experts/entropy": float(-(shares * shares.log()).sum(-1).mean() / math.log(experts)),
     }
 
 
-def test_the_log_has_the_losses_of_the_global_batch(cluster: Cluster) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        FamilyLayout(family="qwen3_moe", tp=2, pp=2, sp=True, microbatches=2, recompute="full", balance="global_aux_loss", z_loss=Z_LOSS),
+        FamilyLayout(family="qwen3_moe", tp=2, cp=2, sp=True, balance="seq_aux_loss", z_loss=Z_LOSS),
+        FamilyLayout(family="qwen3_moe", dp=2, microbatches=2, balance="hf_aux_loss", z_loss=Z_LOSS),
+    ],
+)
+def test_the_log_has_the_losses_of_the_global_batch(cluster: Cluster, layout: FamilyLayout) -> None:
     """Counted once, also where blocks are computed again and where all is counted before the step; and neither the loss of the tokens nor
     evaluations have them."""
-    layout = FamilyLayout(family="qwen3_moe", tp=2, pp=2, sp=True, microbatches=2, recompute="full", balance="global_aux_loss", z_loss=Z_LOSS)
     ranks = cluster.run(layout.world_size, numbers, layout)
     evaluated, loss, told, behind = ranks[0]
     expected = numbers_of_transformers(layout)
