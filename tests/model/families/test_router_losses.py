@@ -16,6 +16,7 @@ from megatron_llama.errors import ConfigError
 from megatron_llama.launch.launcher import Place
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.nn.moe.balance import RouterLosses
+from megatron_llama.model.nn.moe.routing import Routing
 from megatron_llama.model.plan.activation_memory import Activations
 from megatron_llama.model.plan.tensor_messages import block_messages, sparse_block_messages
 from torch import Tensor, nn
@@ -136,6 +137,36 @@ def kept(config: Config, samples: int) -> int:
     return sum(sizes.values())
 
 
+@pytest.mark.long
+def test_the_loss_of_sequences_is_that_of_megatron() -> None:
+    """Value and gradient, of two sequences in one microbatch."""
+    from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
+
+    config = resolved(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1, micro_batch_size=2)
+    losses = RouterLosses(config, Mesh.single())
+    losses.begin(2, 32, None)
+    logits = torch.randn(16, 2, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    probabilities = logits.softmax(-1)
+    theirs = []
+    for sample in probabilities.unbind(1):
+        counts = torch.zeros(6).index_add_(0, sample.topk(2).indices.flatten(), torch.ones(32))
+        theirs.append(switch_load_balancing_loss_func(sample, counts, 16, 2, 6, 0.1))
+    expected = torch.stack(theirs).mean()
+    [gradient] = torch.autograd.grad(expected, logits)
+    sums = torch.zeros(losses.shape, dtype=torch.float64)
+    with losses.forward(sums, torch.ones(())):
+        routing = losses.add(0, chosen_from(logits.flatten(0, 1)), 2)
+    [found] = torch.autograd.grad((routing.weights * 0).sum(), logits)
+    assert 0.1 * sums[0, 0].item() == pytest.approx(expected.item(), rel=1e-6) and gradient.norm() > 0
+    assert float((found - gradient).norm() / gradient.norm()) < 1e-6
+
+
+def chosen_from(logits: Tensor) -> Routing:
+    probabilities = logits.softmax(-1)
+    weights, experts = probabilities.topk(2)
+    return Routing(experts, weights, logits, probabilities)
+
+
 def test_messages_of_counts_are_planned() -> None:
     """One over tp for each block and microbatch, beside those of attention."""
     options = {**SPLIT, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1, "micro_batch_size": 2}
@@ -165,7 +196,6 @@ def test_what_has_no_meaning_is_refused(options: dict[str, object], says: str) -
     assert says in str(error.value)
 
 
-@pytest.mark.tries("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
 def test_other_commands_refuse_what_they_do_not_train(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01 --train-data x"
     assert main(["align", *words.split()]) == 2

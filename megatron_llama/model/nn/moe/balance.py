@@ -146,7 +146,7 @@ class RouterLosses:
         # Every token has as many experts, so the counts say how long the sequence is. A tensor:
         # the host would wait for the number.
         choices = whole.sum(-1, keepdim=True, dtype=torch.float64)
-        return whole * (self._experts * self._top_k / self._samples) / choices.square()
+        return whole.double() * (self._experts * self._top_k / self._samples) / choices.square()
 
     def _add_sums(
         self,
