@@ -214,8 +214,8 @@ class Sequences:
 
 def sequences(microbatches: Iterable[Batch], *, whole: bool = False) -> Sequences:
     """Return the documents of a step's samples, without documents in which no label counts.
-    ``whole``: all samples, each of which has to be one document. Raises NotComparedError for other
-    samples, and for a step in which no label counts."""
+    ``whole``: each sample has to be one document. Raises NotComparedError for other samples, and
+    for a step in which no label counts."""
     kept: list[tuple[Tensor, ...]] = []
     for batch in microbatches:
         length, samples = batch.tokens.shape
@@ -236,8 +236,8 @@ def sequences(microbatches: Iterable[Batch], *, whole: bool = False) -> Sequence
             documents = zip(
                 *(torch.split(column[:, sample], sizes) for column in columns), strict=True
             )
-            kept += [document for document in documents if whole or bool(document[3].any())]
-    if not any(bool(document[3].any()) for document in kept):
+            kept += [document for document in documents if bool(document[3].any())]
+    if not kept:
         raise NotComparedError("a step has no label that counts")
     padded = [pad_sequence(list(column), batch_first=True) for column in zip(*kept, strict=True)]
     return Sequences(*padded)

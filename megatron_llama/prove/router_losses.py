@@ -12,7 +12,8 @@ from megatron_llama.config.schema import Config
 
 def router_losses(logits: Sequence[Tensor], samples: int, config: Config) -> Tensor:
     """Return the sum of all losses of routers, times their coefficients. ``logits``: of each block
-    with experts, [samples * length, experts]; all samples of a step."""
+    with experts, [samples * length, experts], of all samples of a
+    step."""
     training = config.training
     chosen = config.model.num_experts_per_tok
     kind = training.moe_router_load_balancing_type

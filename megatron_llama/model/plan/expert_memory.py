@@ -15,7 +15,7 @@ from megatron_llama.config.schema import TrainingConfig
 from megatron_llama.model.plan.activation_memory import Activations
 from megatron_llama.model.plan.chunks import Granularity
 from megatron_llama.model.plan.experts import is_sparse, sparse_layers
-from megatron_llama.model.plan.router_losses import NONE, SEQUENCE
+from megatron_llama.model.plan.router_losses import NONE
 
 INDEX_BYTES = 8
 """The number of an expert, or of a row."""
@@ -25,11 +25,11 @@ END_BYTES = 4
 
 def expert_activations(training: TrainingConfig) -> Callable[..., ExpertActivations]:
     """Return the class of the activations of a run, which knows the losses of its routers."""
-    kind = training.moe_router_load_balancing_type
-    samples = training.micro_batch_size if kind == SEQUENCE else 1
-    factors = samples if kind != NONE else 0
-    has_z_loss = training.moe_z_loss_coeff > 0
-    return partial(ExpertActivations, balance_factors=factors, has_z_loss=has_z_loss)
+    return partial(
+        ExpertActivations,
+        has_balance=training.moe_router_load_balancing_type != NONE,
+        has_z_loss=training.moe_z_loss_coeff > 0,
+    )
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,9 @@ class ExpertActivations(Activations):
     """The activations of a model in which some blocks have experts. With sequence parallelism a
     rank sends its part of the tokens through them."""
 
-    balance_factors: int = 0
-    """Rows of factors of the probabilities, in the loss that balances experts: one for each
-    sequence, or one for all."""
+    has_balance: bool = False
     has_z_loss: bool = False
+    """Which losses of routers are trained."""
 
     def blocks(self, layers: range, granularity: Granularity) -> int:
         """Return the bytes of the blocks of some layers, dense ones and those with experts."""
@@ -72,9 +71,9 @@ class ExpertActivations(Activations):
     @property
     def _routing(self) -> int:
         """The experts of each token, their weights, and the probabilities of all. Losses of routers
-        keep a factor of each expert, and the logarithm of the softmax's denominator of each
-        token."""
-        losses = self.balance_factors * self.model.num_experts
+        keep a factor of each expert for each sequence, and the logarithm of the softmax's
+        denominator of each token."""
+        losses = self.has_balance * self.micro_batch_size * self.model.num_experts
         losses += self.has_z_loss * self._residual_tokens
         choice = self._rows * (INDEX_BYTES + self.fp32_itemsize) + self._logits
         return choice + losses * self.fp32_itemsize

@@ -97,6 +97,33 @@ def test_the_log_has_the_losses_of_the_global_batch(cluster: Cluster, layout: Fa
     assert evaluated == pytest.approx(loss, rel=1e-7) and all(map(math.isnan, behind)) and all(one[:3] == ranks[0][:3] for one in ranks)
 
 
+def step_of_seven(place: Place, layout: FamilyLayout, filled: bool) -> tuple[float, float, Numbers]:
+    """Loss, gradient norm and numbers of a step over seven samples: of no eighth, or of an eighth that is not in the loss."""
+    run = trainer(place, layout)
+    batches = run.batches(0)
+    if filled:
+        batches = [replace(one, loss_mask=torch.ones(one.labels.shape)) for one in batches]
+        if run.mesh.data_rank == run.mesh.data_size - 1:
+            assert batches[-1].loss_mask is not None
+            batches[-1].loss_mask[:, -1] = 0.0
+    else:
+        batches = [replace(one, tokens=one.tokens[:, :7], labels=one.labels[:, :7]) for one in batches]
+    loss = run.runtime.step(batches)
+    told = {name: value.item() for name, value in run.runtime.numbers.items()}
+    return loss.item(), run.optimizer.step([1e-3], clip=1.0).grad_norm.item(), told
+
+
+def test_samples_that_fill_a_step_do_not_count(cluster: Cluster) -> None:
+    """Also where a block with them is computed again in a backward pass."""
+    for balance in ("seq_aux_loss", "global_aux_loss"):
+        layout = FamilyLayout(family="mixtral", balance=balance, z_loss=Z_LOSS)
+        loss, norm, told = cluster.run(1, step_of_seven, layout, False)[0]
+        spread = replace(layout, cp=2, dp=2, microbatches=2, recompute="full")
+        for found_loss, found_norm, found in cluster.run(4, step_of_seven, spread, True):
+            assert (found_loss, found_norm) == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=2e-5))
+            assert found == pytest.approx(told, rel=1e-6)
+
+
 def test_the_loss_scale_of_fp16_scales_them(cluster: Cluster) -> None:
     """Gradients differ from those of fp32 by rounding, and not by a part of the scale."""
     layout = FamilyLayout(family="mixtral", balance="seq_aux_loss", z_loss=Z_LOSS, steps=2, loss_scale=1024.0)
@@ -120,7 +147,7 @@ def kept(config: Config, samples: int) -> int:
     nn.init.normal_(stage.model.layers["0"].mlp.gate.weight)
     losses = RouterLosses(config, mesh)
     losses.attach([stage])
-    losses.begin(samples, 16 * samples, torch.ones(losses.shape, dtype=torch.float64))
+    losses.begin(torch.tensor(samples), torch.tensor(16 * samples), torch.ones(losses.shape, dtype=torch.float64))
     moe = stage.model.layers["0"].mlp
     x = torch.randn(16, samples, 32, requires_grad=True)
     sizes: dict[int, int] = {}
@@ -144,7 +171,7 @@ def test_the_loss_of_sequences_is_that_of_megatron() -> None:
 
     config = resolved(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1, micro_batch_size=2)
     losses = RouterLosses(config, Mesh.single())
-    losses.begin(2, 32, None)
+    losses.begin(torch.tensor(2), torch.tensor(32), None)
     logits = torch.randn(16, 2, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
     probabilities = logits.softmax(-1)
     theirs = []

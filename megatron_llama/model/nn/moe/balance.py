@@ -52,14 +52,17 @@ class RouterLosses:
         self._balance = training.moe_aux_loss_coeff if self._kind != NONE else 0.0
         self._z = training.moe_z_loss_coeff
         self._mesh = mesh
-        self._samples = 1
-        self._tokens = 1
+        self._samples = torch.ones(())
+        self._tokens = torch.ones(())
+        """Those of the global batch."""
         self._factors: Tensor | None = None
         """Those of each block, [blocks, experts], where the counts of the global batch decide."""
         self._sums: Tensor | None = None
         """None: no pass is counted now, or a block is computed again."""
         self._scale: Tensor | None = None
         """The loss scale of a step; None: nothing is trained."""
+        self._counted: Tensor | None = None
+        """See ``forward``."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,33 +76,42 @@ class RouterLosses:
                 if isinstance(module, MoE):
                     module.router_losses = partial(self.add, self._blocks[int(name.split(".")[-2])])
 
-    def begin(self, samples: int, tokens: int, known: Tensor | None) -> None:
-        """Begin a step over so many sequences and tokens of the global batch. ``known``: the sums
+    def begin(self, samples: Tensor, tokens: Tensor, known: Tensor | None) -> None:
+        """Begin a step over so many sequences and tokens of the global batch, 0-dim fp64 each, of
+        the sequences that count. ``known``: the sums
         over the same batch, where the loss depends on the counts of all of it."""
         self._samples = samples
         self._tokens = tokens
         self._factors = None
         if known is not None:
             counts = known[:, 2:]
-            per_token = float(self._top_k)
+            per_token = self._top_k
             if self._kind == HUGGINGFACE:
                 # All blocks are one: their counts are added, and their tokens.
                 counts = counts.sum(0, keepdim=True).expand_as(counts)
-                tokens *= len(counts)
-                per_token = 1.0
-            self._factors = counts * (self._experts / (per_token * tokens**2))
+                tokens = tokens * len(counts)
+                per_token = 1
+            self._factors = counts * (self._experts / per_token / tokens.square())
 
     @contextmanager
-    def forward(self, sums: Tensor | None, scale: Tensor | None) -> Iterator[None]:
+    def forward(
+        self, sums: Tensor | None, scale: Tensor | None, counted: Tensor | None = None
+    ) -> Iterator[None]:
         """Add the choices of a forward pass to ``sums``. ``scale``: the loss scale, if a backward
-        pass follows, in which blocks may be computed again; it holds until the next forward pass.
-        None for both: a pass whose choices do not count."""
+        pass follows; it holds until the next forward pass. None for both: a pass whose choices do
+        not count. ``counted``: [b] bool, the sequences that count; None: all."""
         self._sums = sums
         self._scale = scale
+        self._counted = counted
         try:
             yield
         finally:
             self._sums = None
+
+    def recompute(self, counted: Tensor | None) -> None:
+        """Begin a backward pass, in which blocks may be computed again. ``counted``: see
+        ``forward``."""
+        self._counted = counted
 
     def add(self, block: int, routing: Routing, samples: int) -> Routing:
         """Count the choices of a block for the tokens of ``samples`` sequences, and return them
@@ -112,6 +124,12 @@ class RouterLosses:
             counts = self._count(routing.experts, samples)
             factors = self._block_factors(block, counts) if trains and self._balance else None
             log_sums = routing.logits.logsumexp(-1) if trains and self._z else None
+            if self._counted is not None:
+                counted = self._counted.unsqueeze(-1)
+                counts = counts * counted
+                factors = None if factors is None else factors * counted
+                if log_sums is not None:
+                    log_sums = log_sums * self._counted.repeat(len(log_sums) // samples)
             if self._sums is not None:
                 self._add_sums(self._sums[block], routing.probabilities, counts, factors, log_sums)
         if self._scale is None or not has_backward:
@@ -120,7 +138,7 @@ class RouterLosses:
         if factors is not None:
             factors = factors.to(dtype) * (self._balance * self._scale)
         if log_sums is not None:
-            log_sums *= 2.0 * self._z / self._tokens * self._scale
+            log_sums *= (2.0 * self._z / self._tokens * self._scale).to(dtype)
         weights = _Trained.apply(  # type: ignore[no-untyped-call]
             routing.weights, routing.probabilities, routing.logits, factors, log_sums
         )
@@ -134,11 +152,11 @@ class RouterLosses:
         return chosen.view(-1, samples, self._experts).sum(0, dtype=torch.int32)
 
     def _block_factors(self, block: int, counts: Tensor) -> Tensor:
-        """Return the derivative of the loss by the probabilities of a token, fp64: a row for each
-        sequence, or one for all."""
+        """Return the derivative of the loss by the probabilities of a token of each sequence,
+        [samples, experts] fp64."""
         if self._kind != SEQUENCE:
             assert self._factors is not None, "the counts of the global batch are not known"
-            return self._factors[block : block + 1]
+            return self._factors[block].repeat(len(counts), 1)
         whole = counts.clone()
         # Tensor-parallel ranks split sequences too, wherever there are experts.
         for axis in (self._mesh.cp, self._mesh.tp):
@@ -146,7 +164,7 @@ class RouterLosses:
         # Every token has as many experts, so the counts say how long the sequence is. A tensor:
         # the host would wait for the number.
         choices = whole.sum(-1, keepdim=True, dtype=torch.float64)
-        return whole.double() * (self._experts * self._top_k / self._samples) / choices.square()
+        return whole * (self._experts * self._top_k / (self._samples * choices.square()))
 
     def _add_sums(
         self,
@@ -160,6 +178,7 @@ class RouterLosses:
             whole = probabilities.view(-1, len(counts), self._experts).sum(0, dtype=torch.float64)
             sums[0] += (whole * factors).sum()
         if log_sums is not None:
+            # Of a sequence that does not count they are zero.
             sums[1] += log_sums.double().square().sum() / self._tokens
         sums[2:] += counts.sum(0)
 
