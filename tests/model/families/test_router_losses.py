@@ -118,7 +118,7 @@ def test_samples_that_fill_a_step_do_not_count(cluster: Cluster) -> None:
     for balance in ("seq_aux_loss", "global_aux_loss"):
         layout = FamilyLayout(family="mixtral", balance=balance, z_loss=Z_LOSS)
         loss, norm, told = cluster.run(1, step_of_seven, layout, False)[0]
-        spread = replace(layout, cp=2, dp=2, microbatches=2, recompute="full")
+        spread = replace(layout, dp=2, pp=2, microbatches=2, recompute="full")
         for found_loss, found_norm, found in cluster.run(4, step_of_seven, spread, True):
             assert (found_loss, found_norm) == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=2e-5))
             assert found == pytest.approx(told, rel=1e-6)
