@@ -210,8 +210,9 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"moe_z_loss_coeff": -1.0}, "--moe-z-loss-coeff: got -1.0, expected 0 or more"),
     (
         {"model_type": "llama", "num_experts": None, "moe_router_topk": None, "moe_ffn_hidden_size": None, "moe_z_loss_coeff": 0.1},
-        "--moe-z-loss-coeff: got 0.1, expected a model with experts",
+        "--moe-z-loss-coeff: got 0.1, expected a model with blocks of experts",
     ),
+    ({"decoder_sparse_step": 9, "moe_z_loss_coeff": 0.1}, "--moe-z-loss-coeff: got 0.1, expected a model with blocks of experts"),
 ]
 
 

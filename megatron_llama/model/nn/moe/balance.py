@@ -78,8 +78,8 @@ class RouterLosses:
 
     def begin(self, samples: Tensor, tokens: Tensor, known: Tensor | None) -> None:
         """Begin a step over so many sequences and tokens of the global batch, 0-dim fp64 each, of
-        the sequences that count. ``known``: the sums
-        over the same batch, where the loss depends on the counts of all of it."""
+        the sequences that count. ``known``: the sums over the same batch, where the loss depends on
+        the counts of all of it."""
         self._samples = samples
         self._tokens = tokens
         self._factors = None

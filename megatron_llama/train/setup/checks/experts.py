@@ -9,6 +9,7 @@ from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.engine.offload_options import ZENFLOW
 from megatron_llama.engine.options import MUON
 from megatron_llama.errors import describe
+from megatron_llama.model.plan.experts import sparse_layers
 
 
 def routing_problems(model: ModelConfig) -> Iterator[str]:
@@ -79,13 +80,13 @@ def router_loss_problems(config: Config) -> Iterator[str]:
     training = config.training
     kind = training.moe_router_load_balancing_type
     coefficient = training.moe_aux_loss_coeff
-    if not config.model.num_experts:
+    if not sparse_layers(config.model):
         names = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
         given = [name for name in names if getattr(training, name) not in ("none", 0.0)]
         yield describe(
             ", ".join(map(flag, given)),
             got=" and ".join(str(getattr(training, name)) for name in given),
-            expected="a model with experts, whose routers have such losses",
+            expected="a model with blocks of experts, whose routers have such losses",
             do="leave it out",
         )
     elif (kind == "none") != (coefficient == 0.0):
