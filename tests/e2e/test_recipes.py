@@ -128,7 +128,7 @@ def test_losses_of_routers_are_trained_and_logged_by_themselves(product: Product
     product.train(save=tmp_path / "without", **experts, **EVALUATED)
     said = product.train(DP2, save=tmp_path / "with", **experts, **losses, **EVALUATED).out
     without, with_ = tmp_path / "without", tmp_path / "with"
-    assert "routers     load balancing global_aux_loss x 1, z-loss x 1, a forward pass more for each step" in said
+    assert "routers     global_aux_loss x 1, a forward pass more for each step, z-loss x 1\n" in said
     assert " load_balancing_loss: 1." in said
     assert column(with_, "lm_loss") == pytest.approx(column(without, "lm_loss"), rel=1e-6)
     evaluations = [[entry["validation_loss"] for entry in log(folder) if "validation_loss" in entry] for folder in (with_, without)]

@@ -48,14 +48,11 @@ def describe_config(
 
 
 def _routers(training: TrainingConfig) -> str:
-    if not training.has_router_losses:
-        return ""
     kind = training.moe_router_load_balancing_type
-    counted = ", a forward pass more for each step" if training.counts_experts_first else ""
-    return (
-        f"load balancing {kind} x {training.moe_aux_loss_coeff:g}, "
-        f"z-loss x {training.moe_z_loss_coeff:g}{counted}"
-    )
+    words = [f"{kind} x {training.moe_aux_loss_coeff:g}"] if kind != "none" else []
+    words += ["a forward pass more for each step"] if training.counts_experts_first else []
+    words += [f"z-loss x {training.moe_z_loss_coeff:g}"] if training.moe_z_loss_coeff else []
+    return ", ".join(words)
 
 
 def name_weights(config: Config) -> str:
