@@ -263,7 +263,7 @@ def _chosen_problems(config: Config) -> Iterator[str]:
         from megatron_llama.train.setup.checks.experts import expert_problems
 
         yield from expert_problems(config)
-    if config.training.has_router_losses or config.training.moe_aux_loss_coeff:
+    if config.training.has_router_losses or config.training.moe_aux_loss_coeff > 0:
         from megatron_llama.train.setup.checks.experts import router_loss_problems
 
         yield from router_loss_problems(config)

@@ -89,7 +89,7 @@ def router_loss_problems(config: Config) -> Iterator[str]:
             expected="a model with blocks of experts, whose routers have such losses",
             do="leave it out",
         )
-    elif (kind == "none") != (coefficient == 0.0):
+    elif coefficient >= 0 and (kind == "none") != (coefficient == 0):
         yield describe(
             flag("moe_aux_loss_coeff"),
             got=f"{coefficient:g} with {flag('moe_router_load_balancing_type')} {kind}",
