@@ -159,7 +159,9 @@ def shard(
     without it. ``"skip"`` leaves them as they are, with moments and count of steps, as DDP and
     torch.optim do; ``"zero"`` trains them with a gradient of zero, so that weight decay and moments
     go on. ``find_unused=True`` is ``"zero"``. With either ranks may use different parameters, and
-    gradients are reduced at the end of the step.
+    gradients are reduced at the end of the step. Experts in a list inside of a unit (modules of one
+    class with parameters of the same shapes) need neither: each pass may use some of them, and what
+    no rank has used in a step is left as with ``"skip"``.
     ``ignored`` are parameters that stay as and where they are, whole on every rank: names or
     patterns of names, modules, parameters. The engine does not move, cast, gather, reduce or update
     them; if they require gradients, their ``.grad`` is this rank's, and yours to reduce and use.
