@@ -810,11 +810,11 @@ CATALOGUE: tuple[Fault, ...] = (
     Fault(ends_of_answers_masked, "huggingface/trl#5988", TEMPLATE, "data"),
     Fault(weights_of_a_blend_ignored, "NVIDIA-NeMo/Nemotron#78", BLEND, "data"),
     Fault(documents_at_the_offset_of_the_first, "NVIDIA/Megatron-LM#1145", MEGATRON, "data"),
-    Fault(experts_not_summed, "NVIDIA/Megatron-LM#619", EXPERTS, ONE, SP),
+    Fault(experts_not_summed, "NVIDIA/Megatron-LM#619", EXPERTS, ONE, TP),
     Fault(router_in_bf16, "marin-community/marin#4234", EXPERTS, HF),
     Fault(experts_weights_not_normalized, "pytorch/torchtitan#1448", EXPERTS, HF),
     Fault(weights_on_the_inputs_of_experts, "vllm-project/vllm#16744", EXPERTS, HF),
-    Fault(outputs_in_sorted_order, "pytorch/torchtitan#1340", EXPERTS, HF),
+    Fault(outputs_in_sorted_order, "pytorch/torchtitan#1340", EXPERTS, ONE, TP),
 )
 
 

@@ -44,8 +44,10 @@ def hf_model(config: Config, experts: int = 0) -> Any:
     values = InitialWeights(SEED, m.initializer_range)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            size = tuple(parameter.shape)
-            values(Rectangle(name, size, (0,) * len(size), size, 0), parameter)
+            # Experts are stacked: a matrix of them all, one below the other.
+            whole = parameter.flatten(0, -2) if parameter.dim() > 2 else parameter
+            size = tuple(whole.shape)
+            values(Rectangle(name, size, (0,) * len(size), size, 0), whole)
     return model
 
 
