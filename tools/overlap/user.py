@@ -37,8 +37,8 @@ def hf_model(config: Config, experts: int = 0) -> Any:
     }
     model: Any
     if experts:
-        mixture = {"num_local_experts": experts, "num_experts_per_tok": EXPERTS_PER_TOKEN}
-        model = MixtralForCausalLM(MixtralConfig(**shape, **mixture, sliding_window=None))
+        shape |= {"num_local_experts": experts, "num_experts_per_tok": EXPERTS_PER_TOKEN}
+        model = MixtralForCausalLM(MixtralConfig(**shape, sliding_window=None))
     else:
         model = LlamaForCausalLM(LlamaConfig(**shape))
     values = InitialWeights(SEED, m.initializer_range)
