@@ -98,7 +98,7 @@ class Net(nn.Module):
             first = (step // 2 + number) % IDLE
             block.allowed = sorted({first, (first + 1 + (rank + microbatch) % 2) % IDLE, (first + rank) % IDLE})
         if (rank, microbatch) == (1, 0):
-            self.blocks[2].allowed = ()  # no expert at all, where the other rank has some
+            self.blocks[0].allowed = ()  # no expert at all, where the other rank has some
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inlet(x)
