@@ -47,7 +47,12 @@ from megatron_llama.model.nn.context import local_sequence
 from megatron_llama.model.nn.documents import SplitDocuments
 from megatron_llama.model.nn.embedding import VocabParallelEmbedding, _Lookup
 from megatron_llama.model.nn.linear import RowLinear, _AddBias, plain_linear
-from megatron_llama.model.plan import lora, params, zigzag
+from megatron_llama.model.nn.moe import block as moe_block
+from megatron_llama.model.nn.moe import dispatch, routing
+from megatron_llama.model.nn.moe.routing import Router, Routing
+from megatron_llama.model.nn.moe.rows import ExpertRows
+from megatron_llama.model.nn.recompute import Recomputable
+from megatron_llama.model.plan import experts, lora, params, zigzag
 from megatron_llama.model.plan.lora import LORA_A
 from megatron_llama.model.plan.params import Shapes
 from megatron_llama.model.plan.zigzag import zigzag_chunks
@@ -328,7 +333,7 @@ def weights_of_the_step_before() -> AbstractContextManager[object]:
         if bucket != self.bucket_plan.forward_order[-1]:
             return
         whole = self.unsharded[bucket]
-        own = self.bucket_plan.shard(bucket, self._axis.rank)
+        own = self.bucket_plan.shard(bucket, dist.get_rank())
         received = whole.clone()
         before = self.__dict__.get("before", received)
         whole.copy_(before)
@@ -341,8 +346,8 @@ def weights_of_the_step_before() -> AbstractContextManager[object]:
 def sent_in_bf16() -> AbstractContextManager[object]:
     """Gradients cross the wire in bfloat16, which nobody has asked for."""
 
-    def gradient_buckets(bucket_plan: Any, **options: Any) -> GradientBuckets:
-        return GradientBuckets(bucket_plan, **options | {"wire": torch.bfloat16})
+    def gradient_buckets(bucket_plan: Any, mesh: Mesh, **options: Any) -> GradientBuckets:
+        return GradientBuckets(bucket_plan, mesh, **options | {"wire": torch.bfloat16})
 
     return patch.object(engine, "GradientBuckets", gradient_buckets)
 
@@ -636,6 +641,99 @@ def documents_at_the_offset_of_the_first() -> AbstractContextManager[object]:
     return patch.object(MegatronStream, "sample", sample)
 
 
+def experts_scaled_by_ranks() -> AbstractContextManager[object]:
+    """The gradient of an expert, to which all ranks that divide the experts have sent their tokens, is multiplied by their number."""
+    correct = GradientBuckets._finalize
+
+    def complete(self: GradientBuckets, bucket: int) -> None:
+        self.shards[bucket].mul_(self.bucket_plan.buckets[bucket].kind.ep)
+        correct(self, bucket)
+
+    return patch.object(GradientBuckets, "_finalize", complete)
+
+
+def clip_counts_experts_of_one_rank() -> AbstractContextManager[object]:
+    """The gradient norm takes experts for copies over all data-parallel ranks, and counts those of the first one alone."""
+    correct = OverlappedDistributedOptimizer._take_squared_norm
+
+    def take(self: OverlappedDistributedOptimizer, bucket: int) -> Tensor:
+        squared_norm = correct(self, bucket)
+        if self.mesh.dp_replica.rank:
+            self._squared_norms[bucket].zero_()
+        return squared_norm
+
+    return patch.object(OverlappedDistributedOptimizer, "_take_squared_norm", take)
+
+
+def tokens_of_own_experts() -> AbstractContextManager[object]:
+    """The gradient of a token is what the experts on its own rank make of it: gathered tokens are taken for copies."""
+    return patch.object(dispatch, "gather_sequence", _GatheredAsCopies.apply)
+
+
+class _GatheredAsCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        full, gathering = autograd.start_all_gather(shard, axis)
+        gathering.wait()
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.axis.size)[ctx.axis.rank].clone(), None
+
+
+def router_of_own_experts() -> AbstractContextManager[object]:
+    """A router learns only from the experts of its own rank."""
+
+    def backward(ctx: Any, experts: None, grad: Tensor) -> tuple[None, Tensor, None]:
+        return None, grad.chunk(ctx.ep.size)[ctx.ep.rank].clone(), None
+
+    return patch.object(dispatch._Table, "backward", staticmethod(backward))
+
+
+def router_in_bf16() -> AbstractContextManager[object]:
+    """The logits by which experts are chosen are rounded to bf16."""
+    correct = routing._Logits.forward
+
+    def logits(ctx: Any, *args: Any) -> Tensor:
+        exact = correct(ctx, *args)
+        return exact.bfloat16().to(exact.dtype)
+
+    return patch.object(routing._Logits, "forward", staticmethod(logits))
+
+
+def experts_weights_not_normalized() -> AbstractContextManager[object]:
+    """The weights of a token's experts are their probabilities, which do not add up to one, whatever config.json says."""
+    return patch.object(moe_block, "Router", lambda top_k, normalize: Router(top_k, normalize=False))
+
+
+def weights_on_the_inputs_of_experts() -> AbstractContextManager[object]:
+    """A token is multiplied by the weight of its expert before the expert, and not after it."""
+    correct = moe_block.expert_mlp
+
+    def weigh_inputs(x: Any, chosen: Routing, *args: Any, **options: Any) -> Tensor:
+        value = x.value if isinstance(x, Recomputable) else x
+        per_token = chosen.experts.shape[1]
+        weights = chosen.weights.reshape(-1, 1)
+        weighted = value.flatten(0, -2).repeat_interleave(per_token, 0) * weights
+        alone = chosen._replace(experts=chosen.experts.reshape(-1, 1), weights=torch.ones_like(weights))
+        out = correct(weighted, alone, *args, **options)
+        return out.view(*value.shape[:-1], per_token, -1).sum(-2)
+
+    return patch.object(moe_block, "expert_mlp", weigh_inputs)
+
+
+def experts_not_summed() -> AbstractContextManager[object]:
+    """Each tp rank keeps the gradient of router and experts through its own part of the sequence."""
+    return _not_summed(experts, "expert_params")
+
+
+def outputs_in_sorted_order() -> AbstractContextManager[object]:
+    """Outputs of experts go back to their tokens by the order in which rows were sorted, and not by its inverse."""
+    return patch.object(ExpertRows, "places", lambda self: self.order)
+
+
 SMALL: Mapping[str, object] = {
     "vocab_size": 360, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "seq_length": 32, "micro_batch_size": 4, "global_batch_size": 4, "lr": 1e-3, "weight_decay": 0.1,
@@ -653,6 +751,9 @@ TENSOR = _case("tensor and sequence", 2, **SHARED, model_type="qwen3", qk_norm="
 """Norms of heads, biases, and a key/value head that both ranks hold."""
 PADDED = _case("padding token", 2, tensor_model_parallel_size=2, pad_token_id=-1)
 """The last token, which ends every document; with 512 rows for 360 tokens each rank has one with that number."""
+EXPERTS = _case(
+    "experts", 2, **SHARED, model_type="qwen3_moe", qk_norm="head", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+)
 LOW_RANK = _case("low-rank additions", 2, **SHARED, lora_rank=4)
 CONTEXT = _case("context", 2, context_parallel_size=2, cp_comm_type="ring", documents=True)
 RING = _case("ring of three", 3, context_parallel_size=3, cp_comm_type="ring", seq_length=36)
@@ -664,6 +765,8 @@ PIPELINE = _case("pipeline", 2, **STAGES, **TIED)
 DATA = _case("data", 2, data_parallel_sharding_strategy="optim", micro_batch_size=1, documents=True)
 SHARDS: Mapping[str, Any] = {"data_parallel_sharding_strategy": "optim_grads", "data_parallel_shard_size": 1}
 REPLICAS = _case("replicas and offload", 2, **SHARDS, optimizer_offload="exact", micro_batch_size=2)
+CHOSEN: Mapping[str, Any] = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = _case("experts", 2, **CHOSEN, expert_model_parallel_size=2, data_parallel_sharding_strategy="no_shard", micro_batch_size=2)
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 ALONE = _case("one process", model_type="mistral", sliding_window=9, rope_scaling=LLAMA3)
 CONVERSATIONS = _case("conversations", sft=True, packing=True)
@@ -707,7 +810,7 @@ class Fault:
 
 ONE, HF = "one process", "transformers"
 SP, TP, CP, DP = "sequence parallelism", "tensor parallelism", "context parallelism", "data parallelism"
-MICRO = "microbatches"
+EP, MICRO = "expert parallelism", "microbatches"
 
 CATALOGUE: tuple[Fault, ...] = (
     Fault(norms_not_summed, "NVIDIA/Megatron-LM#1446", TENSOR, ONE, SP),
@@ -742,6 +845,10 @@ CATALOGUE: tuple[Fault, ...] = (
     Fault(replicas_not_summed, "verl-project/verl#7493", REPLICAS, ONE, "replicas of shards"),
     Fault(shards_not_zeroed, "deepspeedai/DeepSpeed#8601", REPLICAS, ONE, "sharding"),
     Fault(offloaded_gradient_of_the_step_before, "deepspeedai/DeepSpeed#1219", REPLICAS, ONE, "offload"),
+    Fault(experts_scaled_by_ranks, "NVIDIA/Megatron-LM#5956", EXPERTS, ONE, EP),
+    Fault(clip_counts_experts_of_one_rank, "NVIDIA/Megatron-LM#5916", EXPERTS, ONE, EP),
+    Fault(tokens_of_own_experts, "NVIDIA-NeMo/Automodel#1260", EXPERTS, ONE, EP),
+    Fault(router_of_own_experts, "huggingface/transformers#48687", EXPERTS, ONE, EP),
     Fault(rope_factor_of_8, "NVIDIA/Megatron-LM#6305", ALONE, HF),
     Fault(window_one_longer, "NVIDIA-NeMo/Megatron-Bridge#2656", ALONE, HF),
     Fault(norms_decay, "ServiceNow/Fast-LLM#542", ALONE, HF),
@@ -760,6 +867,11 @@ CATALOGUE: tuple[Fault, ...] = (
     Fault(ends_of_answers_masked, "huggingface/trl#5988", TEMPLATE, "data"),
     Fault(weights_of_a_blend_ignored, "NVIDIA-NeMo/Nemotron#78", BLEND, "data"),
     Fault(documents_at_the_offset_of_the_first, "NVIDIA/Megatron-LM#1145", MEGATRON, "data"),
+    Fault(experts_not_summed, "NVIDIA/Megatron-LM#619", EXPERTS, ONE, TP),
+    Fault(router_in_bf16, "marin-community/marin#4234", EXPERTS, HF),
+    Fault(experts_weights_not_normalized, "pytorch/torchtitan#1448", EXPERTS, HF),
+    Fault(weights_on_the_inputs_of_experts, "vllm-project/vllm#16744", EXPERTS, HF),
+    Fault(outputs_in_sorted_order, "pytorch/torchtitan#1340", EXPERTS, ONE, TP),
 )
 
 

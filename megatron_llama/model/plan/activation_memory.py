@@ -61,7 +61,7 @@ class Activations:
         if config.model.num_experts:
             from megatron_llama.model.plan.expert_memory import expert_activations  # of few models
 
-            kind = expert_activations(training)
+            kind = expert_activations(config)
         return kind(
             config.model,
             training.micro_batch_size,

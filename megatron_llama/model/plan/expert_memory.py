@@ -2,7 +2,8 @@
 
 A token has as many rows as experts, whichever they are, and none is dropped. So the bytes of a
 block do not depend on what the router chooses: the formula is what is allocated, for the most
-uneven choice as for the most even one.
+uneven choice as for the most even one. Where ranks divide the experts, each has the tokens of all,
+and of each token as many rows as it can have experts here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_llama.config.schema import TrainingConfig
+from megatron_llama.config.schema import Config
 from megatron_llama.model.plan.activation_memory import Activations
 from megatron_llama.model.plan.chunks import Granularity
 from megatron_llama.model.plan.experts import is_sparse, sparse_layers
@@ -23,10 +24,13 @@ END_BYTES = 4
 """The number of the row behind an expert's last."""
 
 
-def expert_activations(training: TrainingConfig) -> Callable[..., ExpertActivations]:
-    """Return the class of the activations of a run, which knows the losses of its routers."""
+def expert_activations(config: Config) -> Callable[..., ExpertActivations]:
+    """Return the class of the activations of a run, which knows what is sent and which losses of
+    routers are trained."""
+    training = config.training
     return partial(
         ExpertActivations,
+        ep=config.parallel.expert_model_parallel_size,
         has_balance=training.moe_router_load_balancing_type != NONE,
         has_z_loss=training.moe_z_loss_coeff > 0,
     )
@@ -37,6 +41,8 @@ class ExpertActivations(Activations):
     """The activations of a model in which some blocks have experts. With sequence parallelism a
     rank sends its part of the tokens through them."""
 
+    ep: int = 1
+    """Ranks that divide the experts."""
     has_balance: bool = False
     has_z_loss: bool = False
     """Which losses of routers are trained."""
@@ -55,8 +61,9 @@ class ExpertActivations(Activations):
 
     @property
     def _rows(self) -> int:
-        """Rows of all experts."""
-        return self._residual_tokens * self.model.num_experts_per_tok
+        """Rows of all experts of this rank."""
+        most = min(self.model.num_experts_per_tok, self.model.num_experts // self.ep)
+        return self.ep * self._residual_tokens * most
 
     @property
     def _width(self) -> int:
@@ -69,13 +76,20 @@ class ExpertActivations(Activations):
         return self._residual_tokens * self.model.num_experts * self.fp32_itemsize
 
     @property
+    def _places(self) -> int:
+        """Places of the table of this rank's tokens and their experts."""
+        return self._residual_tokens * self.model.num_experts_per_tok
+
+    @property
     def _routing(self) -> int:
-        """The experts of each token, their weights, and the probabilities of all. Losses of routers
-        keep a factor of each expert for each sequence, and the logarithm of the softmax's
-        denominator of each token."""
+        """The experts of each token, their weights, and the probabilities of all; the experts and
+        weights of the tokens of all ranks, where these divide the experts. Losses of routers keep a
+        factor of each expert for each sequence, and the logarithm of the softmax's denominator of
+        each token."""
+        tables = 1 if self.ep == 1 else 1 + self.ep
+        choice = tables * self._places * (INDEX_BYTES + self.fp32_itemsize) + self._logits
         losses = self.has_balance * self.micro_batch_size * self.model.num_experts
         losses += self.has_z_loss * self._residual_tokens
-        choice = self._rows * (INDEX_BYTES + self.fp32_itemsize) + self._logits
         return choice + losses * self.fp32_itemsize
 
     def sparse_block(self, granularity: Granularity) -> int:
@@ -95,7 +109,11 @@ class ExpertActivations(Activations):
         others = self.postponed_block(granularity) - inner
         # The gradient of the output is that of this rank's part of the tokens.
         others -= (self.tokens - self._residual_tokens) * self.model.hidden_size * self.itemsize
-        order = self._rows * INDEX_BYTES + self.model.num_experts * END_BYTES
+        order = self.ep * self._places * INDEX_BYTES
+        order += self.model.num_experts // self.ep * END_BYTES
+        if self.ep > 1:
+            # Which experts are elsewhere, and the gradients of the outputs of all ranks' tokens.
+            order += self.ep * self._places + (self.ep - 1) * self.hidden
         return others + self._logits + 3 * self._width + order
 
     def gradients(self, recomputed: Granularity) -> int:
@@ -106,9 +124,13 @@ class ExpertActivations(Activations):
         hidden = self._rows * self.model.hidden_size * self.itemsize
         # In fp32: products by which weights have their gradients, and sums over the experts.
         wide = width // self.itemsize * self.fp32_itemsize
-        sums = 2 * self.hidden // self.itemsize * self.fp32_itemsize
+        sums = 2 * self.ep * self.hidden // self.itemsize * self.fp32_itemsize
+        # Gathered tokens, gradients of their outputs and of themselves.
+        gathered = 3 * self.ep * self.hidden if self.ep > 1 else 0
         again = self.sparse_block("none") - self.sparse_block(recomputed)
         # Before that, a host copies both factors of a product of two dtypes to fp32.
-        experts = again + hidden + max(hidden + 5 * width + wide + sums, 3 * width + 3 * wide)
+        experts = (
+            again + gathered + hidden + max(hidden + 5 * width + wide + sums, 3 * width + 3 * wide)
+        )
         dense = sparse_layers(self.model) < self.model.num_hidden_layers
         return max(experts, super().gradients(recomputed) if dense else 0)

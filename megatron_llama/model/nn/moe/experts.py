@@ -25,7 +25,8 @@ class _ExpertMLP(torch.autograd.Function):
     product. Sorting, gathered rows and activation are repeated in backward.
 
     ``recompute``: the first product is repeated, too, and its output not kept. ``source``: kept in
-    place of the input, to make it again; None: the input itself is kept."""
+    place of the input, to make it again; None: the input itself is kept. ``divided``: other ranks
+    have experts too (``sorted_rows``), and the input is made again by a message."""
 
     @staticmethod
     def forward(
@@ -38,10 +39,11 @@ class _ExpertMLP(torch.autograd.Function):
         gate: Gate,
         recompute: bool,
         source: Recomputable | None,
+        divided: bool,
     ) -> Tensor:
         tokens = rows(x)
         count = len(down) // tokens.shape[1]
-        groups = sorted_rows(experts, count, x.dtype)
+        groups = sorted_rows(experts, count, x.dtype, divided=divided)
         first_read = wait_unsharded(gate_up)
         both = grouped.linear(groups.gather(tokens), by_expert(gate_up, count), groups)
         second_read = wait_unsharded(down)
@@ -57,6 +59,7 @@ class _ExpertMLP(torch.autograd.Function):
         ctx.count = count
         ctx.gate = gate
         ctx.recompute = recompute
+        ctx.divided = divided
         return groups.sum(out, weights).view(x.shape)
 
     @staticmethod
@@ -65,16 +68,22 @@ class _ExpertMLP(torch.autograd.Function):
         first_read, second_read = ctx.reads
         needs_x, _, needs_weights, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
         both = None if ctx.recompute else kept.pop(0)
-        groups = sorted_rows(experts, ctx.count, grad.dtype)
+        groups = sorted_rows(experts, ctx.count, grad.dtype, divided=ctx.divided)
         # Detached: a weight gradient that is postponed must not keep the graph below its input.
         sources = [source.detach() for source in kept]
         make_input = ctx.make_input
+        made: Tensor | None = None
 
         def input_rows() -> Tensor:
+            if made is not None:
+                return groups.gather(made)
             return groups.gather(rows(sources[0] if make_input is None else make_input(*sources)))
 
         if both is None:
             first_read.check()
+            if ctx.divided:
+                # One message for both uses. Without messages making it twice takes less memory.
+                made = make_input(*sources)
             both = grouped.linear(input_rows(), by_expert(gate_up, ctx.count), groups)
         active = ctx.gate.forward(both)
         row_weights = weights.flatten()[groups.order].unsqueeze(-1)
@@ -91,6 +100,8 @@ class _ExpertMLP(torch.autograd.Function):
             assert active_grad is not None
             products = active_grad.to(at_least_fp32(grad.dtype)) * active
             weights_grad = products.sum(-1)[groups.places()].view_as(weights).to(weights.dtype)
+            if groups.elsewhere is not None:
+                weights_grad.masked_fill_(groups.elsewhere, 0.0)
         if needs_down:
             weighted = (active * row_weights).to(grad.dtype)
             down_grad = _weight_gradient(
@@ -112,7 +123,7 @@ class _ExpertMLP(torch.autograd.Function):
                 gate_up_grad = _weight_gradient(
                     gate_up, first_read.handle, groups, lambda: (both_grad, input_rows())
                 )
-        return x_grad, None, weights_grad, gate_up_grad, down_grad, None, None, None
+        return x_grad, None, weights_grad, gate_up_grad, down_grad, None, None, None, None
 
 
 def _weight_gradient(
@@ -151,14 +162,17 @@ def expert_mlp(
     gate: Gate,
     *,
     recompute: bool = False,
+    divided: bool = False,
 ) -> Tensor:
     """Send x [..., h] through the experts of each token, and sum their outputs by the weights of
     ``routing``: [..., h].
 
     ``gate_up`` [E * 2I, h] has of each expert the rows of its gate, then those of up; ``down``
-    [E * h, I] those of its output. With ``recompute`` backward computes all again from x."""
+    [E * h, I] those of its output. With ``recompute`` backward computes all again from x.
+    ``divided``: the weights are those of some experts, and the number E in the table stands for all
+    others, which add nothing (``dispatch.py``)."""
     value, source = (x.value, x) if isinstance(x, Recomputable) else (x, None)
     out = _ExpertMLP.apply(  # type: ignore[no-untyped-call]
-        value, routing.experts, routing.weights, gate_up, down, gate, recompute, source
+        value, routing.experts, routing.weights, gate_up, down, gate, recompute, source, divided
     )
     return cast(Tensor, out)
