@@ -207,7 +207,7 @@ def family_layouts(family: str) -> list[FamilyLayout]:
 
 ROUTED = [
     Layout(tp=2, cp=2, sp=True, cp_comm="ring", microbatches=2, recompute="full"),
-    Layout(tp=2, dp=2, sp=True, strategy="optim_grads_params", microbatches=2, recompute="selective"),
+    Layout(tp=2, dp=2, ep=2, sp=True, strategy="optim_grads_params", microbatches=2, recompute="selective"),
     Layout(pp=2, virtual=2, dp=2, strategy="optim_grads", microbatches=2, schedule="zb-v"),
     Layout(tp=2, pp=2, sp=True, microbatches=4, schedule="zb-h1", recompute="full"),
 ]
