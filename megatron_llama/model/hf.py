@@ -108,9 +108,11 @@ def model_config_from_hf(
         model,
         **{name: _own_field(reader, family, name) for name in family.fields if name not in rope},
         **rope,
-        sliding_window=window,
-        layer_types=types,
-        **(family.experts.read(reader, model) if family.experts else {}),
+        **{
+            "sliding_window": window,
+            "layer_types": types,
+            **(family.experts.read(reader, model) if family.experts else {}),
+        },
     )
     problems = [
         *reader.problems,

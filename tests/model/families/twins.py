@@ -128,6 +128,23 @@ TWINS = {
             "sliding_window": WINDOW,
         },
     ),
+    "llama4": Twin(
+        "Llama4TextConfig",
+        {
+            "head_dim": 24,
+            "attention_bias": True,
+            "intermediate_size": 40,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_layers": [0, 2, 3],
+            "no_rope_layers": [1, 0, 1, 1],
+            "attention_chunk_size": WINDOW,
+            "floor_scale": 3,
+            "attn_scale": 0.5,
+            "rope_parameters": _rotary("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+        },
+    ),
 }
 
 

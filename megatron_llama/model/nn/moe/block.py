@@ -25,7 +25,9 @@ class Gate(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.rule = Router(config.num_experts_per_tok, config.norm_topk_prob)
+        self.rule = Router(
+            config.num_experts_per_tok, config.norm_topk_prob, config.moe_router_score_function
+        )
         self.weight = empty_weight(config.num_experts, config.hidden_size)
 
     def forward(self, x: Tensor | Recomputable) -> Routing:
@@ -40,6 +42,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gate = options.ops.gate(config.hidden_act)
         self.recompute = recompute
+        self.on_input = config.moe_apply_probs_on_input
         rows = config.num_experts * config.moe_intermediate_size
         self.gate_up_proj = empty_weight(2 * rows, config.hidden_size)
         self.down_proj = empty_weight(
@@ -48,9 +51,9 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor | Recomputable, routing: Routing) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
-        return expert_mlp(
-            x, routing, self.gate_up_proj, self.down_proj, self.gate, recompute=self.recompute
-        )
+        weights = (self.gate_up_proj, self.down_proj)
+        how = {"recompute": self.recompute, "on_input": self.on_input}
+        return expert_mlp(x, routing, *weights, self.gate, **how)
 
 
 class MoE(nn.Module):
@@ -65,11 +68,16 @@ class MoE(nn.Module):
         super().__init__()
         self.gate = Gate(config)
         self.experts = Experts(config, options, recompute=recompute)
+        self.shared_expert: nn.Module | None = None
+        if config.moe_shared_expert_intermediate_size:
+            from megatron_llama.model.nn.moe.shared import shared_expert  # of few models
+
+            self.shared_expert = shared_expert(config, mesh, options, recompute=recompute)
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
         out: Tensor = self.experts(x, self.gate(x))
-        return out
+        return out if self.shared_expert is None else out + self.shared_expert(x)
 
 
 WAITING = (Gate, Experts)
@@ -89,4 +97,9 @@ def blocks_of(config: ModelConfig, layers: range, dense: type[Block]) -> list[ty
             do="leave mlp_class as it is, or train a dense model",
         )
     sparse: type[Block] = type(f"Sparse{dense.__name__}", (dense,), {"mlp_class": MoE})
-    return [sparse if is_sparse(config, layer) else dense for layer in layers]
+    blocks = [sparse if is_sparse(config, layer) else dense for layer in layers]
+    if config.attention_chunk_size:
+        from megatron_llama.model.nn.chunked import with_chunks  # which few models have
+
+        blocks = with_chunks(config, layers, blocks)
+    return blocks

@@ -25,7 +25,8 @@ class _ExpertMLP(torch.autograd.Function):
     product. Sorting, gathered rows and activation are repeated in backward.
 
     ``recompute``: the first product is repeated, too, and its output not kept. ``source``: kept in
-    place of the input, to make it again; None: the input itself is kept."""
+    place of the input, to make it again; None: the input itself is kept. ``on_input``: the weights
+    of a token's experts multiply their inputs, not their outputs."""
 
     @staticmethod
     def forward(
@@ -38,26 +39,32 @@ class _ExpertMLP(torch.autograd.Function):
         gate: Gate,
         recompute: bool,
         source: Recomputable | None,
+        on_input: bool,
     ) -> Tensor:
         tokens = rows(x)
         count = len(down) // tokens.shape[1]
         groups = sorted_rows(experts, count, x.dtype)
         first_read = wait_unsharded(gate_up)
-        both = grouped.linear(groups.gather(tokens), by_expert(gate_up, count), groups)
+        inputs = groups.gather(tokens)
+        if on_input:
+            inputs = (inputs * groups.of_rows(weights)).to(x.dtype)
+        both = grouped.linear(inputs, by_expert(gate_up, count), groups)
         second_read = wait_unsharded(down)
         out = grouped.linear(gate.forward(both), by_expert(down, count), groups)
 
-        # Only the gradient of the first weight, and the repeated product, read the input.
-        keeps_input = recompute or ctx.needs_input_grad[3]
-        inputs = ((x,) if source is None else source.sources) if keeps_input else ()
+        # Only the gradient of the first weight, the repeated product, and the gradients of weights
+        # of inputs read the input.
+        keeps_input = recompute or ctx.needs_input_grad[3] or (on_input and ctx.needs_input_grad[2])
+        kept_inputs = ((x,) if source is None else source.sources) if keeps_input else ()
         outputs = () if recompute else (both,)
-        ctx.save_for_backward(experts, weights, gate_up, down, *outputs, *inputs)
+        ctx.save_for_backward(experts, weights, gate_up, down, *outputs, *kept_inputs)
         ctx.make_input = None if source is None else source.function
         ctx.reads = first_read, second_read
         ctx.count = count
         ctx.gate = gate
         ctx.recompute = recompute
-        return groups.sum(out, weights).view(x.shape)
+        ctx.on_input = on_input
+        return groups.sum(out, None if on_input else weights).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -70,14 +77,20 @@ class _ExpertMLP(torch.autograd.Function):
         sources = [source.detach() for source in kept]
         make_input = ctx.make_input
 
-        def input_rows() -> Tensor:
+        row_weights = groups.of_rows(weights)
+        on_input = ctx.on_input
+
+        def plain_rows() -> Tensor:
             return groups.gather(rows(sources[0] if make_input is None else make_input(*sources)))
+
+        def input_rows() -> Tensor:
+            plain = plain_rows()
+            return (plain * row_weights).to(plain.dtype) if on_input else plain
 
         if both is None:
             first_read.check()
             both = grouped.linear(input_rows(), by_expert(gate_up, ctx.count), groups)
         active = ctx.gate.forward(both)
-        row_weights = weights.flatten()[groups.order].unsqueeze(-1)
         out_grad = rows(grad)
         grad_rows = groups.gather(out_grad)
 
@@ -87,12 +100,11 @@ class _ExpertMLP(torch.autograd.Function):
         if needs_x or needs_weights or needs_gate_up:
             second_read.check()
             active_grad = grouped.linear_backward(grad_rows, by_expert(down, ctx.count), groups)
-        if needs_weights:
+        if needs_weights and not on_input:
             assert active_grad is not None
-            products = active_grad.to(at_least_fp32(grad.dtype)) * active
-            weights_grad = products.sum(-1)[groups.places()].view_as(weights).to(weights.dtype)
+            weights_grad = _gradient_of_weights(active_grad, active, weights, groups)
         if needs_down:
-            weighted = (active * row_weights).to(grad.dtype)
+            weighted = active if on_input else (active * row_weights).to(grad.dtype)
             down_grad = _weight_gradient(
                 down,
                 second_read.handle,
@@ -100,19 +112,32 @@ class _ExpertMLP(torch.autograd.Function):
                 lambda: (grad_rows, weighted),
                 postponed=lambda: (groups.gather(out_grad), weighted),
             )
-        if needs_x or needs_gate_up:
+        if needs_x or needs_gate_up or (on_input and needs_weights):
             assert active_grad is not None
-            both_grad = ctx.gate.backward(active_grad.mul_(row_weights), both)
-            if needs_x:
+            if not on_input:
+                active_grad.mul_(row_weights)
+            both_grad = ctx.gate.backward(active_grad, both)
+            if needs_x or (on_input and needs_weights):
                 first_read.check()
                 weight = by_expert(gate_up, ctx.count)
-                x_grad = groups.sum(grouped.linear_backward(both_grad, weight, groups), None)
-                x_grad = x_grad.view(grad.shape)
+                input_grad = grouped.linear_backward(both_grad, weight, groups)
+                if on_input and needs_weights:
+                    weights_grad = _gradient_of_weights(input_grad, plain_rows(), weights, groups)
+                x_grad = groups.sum(input_grad, weights if on_input else None).view(grad.shape)
             if needs_gate_up:
                 gate_up_grad = _weight_gradient(
                     gate_up, first_read.handle, groups, lambda: (both_grad, input_rows())
                 )
-        return x_grad, None, weights_grad, gate_up_grad, down_grad, None, None, None
+        return x_grad, None, weights_grad, gate_up_grad, down_grad, *[None] * 4
+
+
+def _gradient_of_weights(
+    grad: Tensor, values: Tensor, weights: Tensor, groups: ExpertRows
+) -> Tensor:
+    """Return the gradient of the weights [t, k] that multiply rows of ``values``, from the gradient
+    of the products."""
+    products = grad.to(at_least_fp32(grad.dtype)) * values
+    return products.sum(-1)[groups.places()].view_as(weights).to(weights.dtype)
 
 
 def _weight_gradient(
@@ -151,14 +176,15 @@ def expert_mlp(
     gate: Gate,
     *,
     recompute: bool = False,
+    on_input: bool = False,
 ) -> Tensor:
     """Send x [..., h] through the experts of each token, and sum their outputs by the weights of
-    ``routing``: [..., h].
+    ``routing``: [..., h]. ``on_input``: sum them as they are; the weights multiply their inputs.
 
     ``gate_up`` [E * 2I, h] has of each expert the rows of its gate, then those of up; ``down``
     [E * h, I] those of its output. With ``recompute`` backward computes all again from x."""
     value, source = (x.value, x) if isinstance(x, Recomputable) else (x, None)
     out = _ExpertMLP.apply(  # type: ignore[no-untyped-call]
-        value, routing.experts, routing.weights, gate_up, down, gate, recompute, source
+        value, routing.experts, routing.weights, gate_up, down, gate, recompute, source, on_input
     )
     return cast(Tensor, out)

@@ -56,6 +56,10 @@ class ExpertRows:
         assert total is not None
         return total.to(values.dtype)
 
+    def of_rows(self, weights: Tensor) -> Tensor:
+        """Return the weight of each row, [t * k, 1], of weights [t, k]."""
+        return weights.flatten()[self.order].unsqueeze(-1)
+
     def places(self) -> Tensor:
         """Return the row of each place of the table, [t * k]."""
         rows = torch.arange(len(self.order), device=self.order.device)
