@@ -43,6 +43,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "olmo2": "Olmo2ForCausalLM",
         "mixtral": "MixtralForCausalLM",
         "qwen3_moe": "Qwen3MoeForCausalLM",
+        "llama4_text": "Llama4ForCausalLM",
     }
 )
 """transformers' classes by model_type."""
@@ -117,8 +118,14 @@ def _documented(trained: Trained, materials: Materials) -> dict[str, object]:
     """Return fields of config.json by transformers' documentation, independent of our writer."""
     model = trained.config.model
     gemma = model.model_type.startswith("gemma")
+    # There intermediate_size is the width of experts.
+    widths = {
+        "intermediate_size": model.moe_intermediate_size,
+        "intermediate_size_mlp": model.intermediate_size,
+    }
     return {
         **{name: getattr(model, name) for name in ALIKE},
+        **(widths if model.model_type == "llama4_text" else {}),
         "architectures": [ARCHITECTURES[model.model_type]],
         "hidden_activation" if gemma else "hidden_act": model.hidden_act,
         "vocab_size": materials.vocab_size,

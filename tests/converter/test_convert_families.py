@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_llama.checkpoint.meta import model_changes, model_differences
+from megatron_llama.checkpoint.model_folders.hf.stacked_experts import StackedExperts
 from megatron_llama.checkpoint.native import read_meta
 from megatron_llama.cli import main
 from megatron_llama.converter.verify.fields import field_differences
@@ -39,6 +40,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 6, "router_aux_loss_coef": 0.02},
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
 }
+MODELS["llama4"] = {"model_type": "llama4_text", "head_dim": 16, "intermediate_size_mlp": 80, "num_local_experts": 4, "num_experts_per_tok": 2}
+MODELS["llama4"] |= {"moe_layers": [0, 1, 3], "no_rope_layers": [1, 0, 1, 1], "attention_chunk_size": 7, "floor_scale": 5, "attention_bias": True}
 MODELS["qwen3_moe"] |= {"mlp_only_layers": [0], "decoder_sparse_step": 2, "norm_topk_prob": True}
 MODELS["phi3, long"]["rope_parameters"] = {**SCALED, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 MEGATRON = ("llama with biases", "mistral", "qwen2", "qwen3", "phi3")
@@ -249,8 +252,9 @@ def test_a_trainer_imports_and_saves_it(name: str, tmp_path: Path) -> None:
     weights = through_a_checkpoint(original, tmp_path / "run", bf16=False)
     [saved] = sorted((tmp_path / "run").glob("iter_*"))
     assert read_meta(saved).model == read_hf_config(original)
+    source = StackedExperts(weights, weights.model) if name == "llama4" else weights
     for tensor, expected in tensors(original).items():
-        assert torch.equal(drawn(weights, tensor, tuple(expected.shape), expected.dtype), expected), tensor
+        assert torch.equal(drawn(source, tensor, tuple(expected.shape), expected.dtype), expected), tensor
     assert_same_model(convert(saved, tmp_path / "back", "--to", "hf"), original)
 
 

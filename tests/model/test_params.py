@@ -46,7 +46,11 @@ FAMILIES = {
     "gemma3": replace(GQA, model_type="gemma3_text", qk_norm="head", norm_position="both"),
     "olmo2": replace(GQA, model_type="olmo2", qk_norm="projection", norm_position="after"),
     "mixtral": replace(GQA, model_type="mixtral", num_experts=3, num_experts_per_tok=2, moe_intermediate_size=20),
-}
+    "llama4": replace(
+        GQA, model_type="llama4_text", qk_norm="l2", attention_bias=True, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=20,
+        moe_shared_expert_intermediate_size=20, attention_chunk_size=8, decoder_sparse_step=2,
+    ),
+}  # fmt: skip
 FAMILIES |= {f"{name}, one kv head": replace(model, num_key_value_heads=1) for name, model in FAMILIES.items()}
 FAMILIES["tied"] = TIED
 families = pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES.keys())

@@ -37,7 +37,6 @@ _SCOUT = ModelConfig(
     initializer_range=0.02,
     bos_token_id=200000,
     eos_token_id=200001,
-    pad_token_id=200018,
     qk_norm="l2",
     layer_types=(CHUNKED, CHUNKED, CHUNKED, FULL) * (_LAYERS // 4),
     attention_chunk_size=8192,

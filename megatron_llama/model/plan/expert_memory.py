@@ -7,9 +7,10 @@ uneven choice as for the most even one.
 
 from __future__ import annotations
 
-from megatron_llama.model.plan.activation_memory import Activations
+from megatron_llama.model.plan.activation_memory import ROTARY_BYTES, Activations
 from megatron_llama.model.plan.chunks import Granularity
 from megatron_llama.model.plan.experts import is_sparse, sparse_layers
+from megatron_llama.model.windows import chunk_of
 
 INDEX_BYTES = 8
 """The number of an expert, or of a row."""
@@ -25,7 +26,19 @@ class ExpertActivations(Activations):
         """Return the bytes of the blocks of some layers, dense ones and those with experts."""
         sparse = sum(is_sparse(self.model, layer) for layer in layers)
         dense = (len(layers) - sparse) * self.block(granularity)
-        return dense + sparse * self.sparse_block(granularity)
+        total = dense + sparse * self.sparse_block(granularity)
+        if granularity == "full" or self.model.qk_norm != "l2":
+            return total
+        # Layers without positions have no norms of heads.
+        return total - self._qk_norm * sum(not chunk_of(self.model, layer) for layer in layers)
+
+    @property
+    def rotary(self) -> int:
+        """The rotary table, and the factors of queries in layers without positions."""
+        if not self.model.attn_temperature_tuning:
+            return super().rotary
+        samples = self.micro_batch_size if self.positions_per_sample else 1
+        return super().rotary + self.seq_length // self.cp * samples * ROTARY_BYTES
 
     def postponed_blocks(self, layers: range, granularity: Granularity) -> int:
         """Return the same between BACKWARD_INPUT and BACKWARD_WEIGHT."""
@@ -44,6 +57,12 @@ class ExpertActivations(Activations):
         return self._rows * self.model.moe_intermediate_size * self.itemsize
 
     @property
+    def _shared(self) -> int:
+        """Bytes of the shared expert's inner activation."""
+        width = self.model.moe_shared_expert_intermediate_size
+        return self._residual_tokens * width * self.itemsize
+
+    @property
     def _logits(self) -> int:
         """Bytes of the probabilities of all experts, or of the gradients of their logits."""
         return self._residual_tokens * self.model.num_experts * self.fp32_itemsize
@@ -59,7 +78,9 @@ class ExpertActivations(Activations):
             return self.block("full")
         # Of a dense block all but what its MLP keeps.
         others = self.block(granularity) - (2 if granularity == "selective" else 3) * self._inner
-        # The output of the first product is computed again where activations are.
+        # The output of the first product is computed again where activations are; that of the
+        # shared expert is kept, as a dense block's.
+        others += (2 if granularity == "selective" else 3) * self._shared
         return others + self._routing + (2 * self._width if granularity == "none" else 0)
 
     def _postponed_sparse_block(self, granularity: Granularity) -> int:
@@ -71,6 +92,7 @@ class ExpertActivations(Activations):
         # The gradient of the output is that of this rank's part of the tokens.
         others -= (self.tokens - self._residual_tokens) * self.model.hidden_size * self.itemsize
         order = self._rows * INDEX_BYTES + self.model.num_experts * END_BYTES
+        others += (4 if granularity == "selective" else 3) * self._shared
         return others + self._logits + 3 * self._width + order
 
     def gradients(self, recomputed: Granularity) -> int:
@@ -85,5 +107,9 @@ class ExpertActivations(Activations):
         again = self.sparse_block("none") - self.sparse_block(recomputed)
         # Before that, a host copies both factors of a product of two dtypes to fp32.
         experts = again + hidden + max(hidden + 5 * width + wide + sums, 3 * width + 3 * wide)
+        if self._shared:
+            # Its backward pass comes before or behind that of the others, whose input's gradient
+            # waits.
+            experts = max(experts, again + 3 * self._shared) + self.hidden
         dense = sparse_layers(self.model) < self.model.num_hidden_layers
         return max(experts, super().gradients(recomputed) if dense else 0)

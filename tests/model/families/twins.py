@@ -132,7 +132,6 @@ TWINS = {
         "Llama4TextConfig",
         {
             "head_dim": 24,
-            "attention_bias": True,
             "intermediate_size": 40,
             "intermediate_size_mlp": 96,
             "num_local_experts": 6,
