@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from megatron_llama.checkpoint.meta import model_changes, model_differences
 from megatron_llama.checkpoint.model_folders.hf.stacked_experts import StackedExperts
 from megatron_llama.checkpoint.native import read_meta
@@ -104,6 +105,25 @@ def test_stacked_experts_are_read(name: str, tmp_path: Path, capsys: Capture) ->
     for beside in (split, {matrix: split[matrix]}):
         save_file(kept | beside, file)
         assert f"{last}: got a tensor, expected none of this name" in refusal(capsys, stacked, tmp_path / "out", "--to", "hf")
+
+
+def test_the_text_model_of_one_that_sees_pictures(tmp_path: Path, capsys: Capture) -> None:
+    """As Scout and Maverick are published: fields in text_config, names with a prefix, a vision tower."""
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vision_output_dim": 16}
+    small |= {"image_size": 28, "patch_size": 14, "projector_input_dim": 16, "projector_output_dim": 16}
+    text = {name: value for name, value in fields_of("llama4").items() if name != "model_type"}
+    torch.manual_seed(0)
+    both = transformers.Llama4ForConditionalGeneration(transformers.Llama4Config(text_config=text, vision_config=small))
+    both.save_pretrained(tmp_path / "both", max_shard_size="100KB")
+    capsys.readouterr()
+    back = convert(tmp_path / "both", tmp_path / "back", "--to", "hf")
+    assert "the text model is read, without what sees pictures" in "".join(capsys.readouterr())
+    found = AutoModelForCausalLM.from_pretrained(back).state_dict()
+    expected = both.language_model.state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    file = tmp_path / "both" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"text_config": None}))
+    assert "text_config: got None, expected the fields of the text model" in refusal(capsys, tmp_path / "both", tmp_path / "out", "--to", "hf")
 
 
 @pytest.mark.few(4)

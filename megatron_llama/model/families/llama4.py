@@ -9,6 +9,7 @@ from typing import Any
 from megatron_llama.config.fields import shown
 from megatron_llama.config.limits import LARGEST_EXPERTS, LARGEST_LAYERS
 from megatron_llama.config.schema import ModelConfig
+from megatron_llama.errors import CheckpointError
 from megatron_llama.model.families.family import Family, OwnFields
 from megatron_llama.model.families.reader import COPY, ConfigReader
 from megatron_llama.model.plan.experts import is_sparse
@@ -49,12 +50,27 @@ _SCOUT = ModelConfig(
     moe_shared_expert_intermediate_size=8192,
 )
 _MAVERICK = replace(
-    _SCOUT,
-    rope_scaling=None,
-    qk_norm="none",
-    num_experts=128,
-    decoder_sparse_step=2,
+    _SCOUT, rope_scaling=None, qk_norm="none", num_experts=128, decoder_sparse_step=2
 )
+
+
+def text_fields(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the fields of the text model from the ``config.json`` of a model that also sees
+    pictures, Llama4ForConditionalGeneration. Raises CheckpointError without any."""
+    text = content.get("text_config")
+    if not isinstance(text, Mapping):
+        expected = "the fields of the text model"
+        raise CheckpointError(f"{where} text_config", got=shown(text), expected=expected, do=COPY)
+    fields = {
+        **text,
+        "model_type": "llama4_text",
+        "architectures": ["Llama4ForCausalLM"],
+    }
+    # Of both parts.
+    for name in ("quantization_config", "torch_dtype", "dtype"):
+        if name in content:
+            fields[name] = content[name]
+    return fields
 
 
 def _read(reader: ConfigReader, model: ModelConfig) -> dict[str, Any]:
