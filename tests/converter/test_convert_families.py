@@ -177,6 +177,7 @@ def test_more_layers_than_there_may_be_are_not_listed(tmp_path: Path, capsys: Ca
     assert "num_hidden_layers: got 2147483647, expected at most 2,048" in refusal(capsys, run, tmp_path / "out", "--to", "hf")
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "phi3"])
 def test_megatron_core_computes_the_same_logits(name: str, cluster: Cluster, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ BOUND = 1e-6
 """Of losses, gradient norms and learning rates, in fp32: the order of sums is another one."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "mixed", "bound"),
     [

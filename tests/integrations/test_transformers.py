@@ -13,6 +13,7 @@ BOUND = 2e-6
 """Of losses, gradient norms and learning rates, in fp32: the order of sums is another one."""
 
 
+@pytest.mark.long
 def test_a_trainer_trains_as_under_ddp_and_resumes(ranks: Ranks, tmp_path: Path) -> None:
     """From its own checkpoint with the same bits, and from one without the engine."""
     by_kind = ranks.find("hf", tmp_path)

@@ -57,12 +57,15 @@ def tile_bytes(tokens: int, columns: int) -> int:
 
 def largest_tile_bytes(config: Config, tokens: int, layers: Iterable[int]) -> int:
     """Return the bytes of the codes and scales that a rank makes for the widest product of these
-    layers, the gradient through gate and up. They last as long as the product; layers keep what
-    they keep without FP8, since weight gradients are made of it."""
+    layers, the gradient through gate and up or through queries, keys and values. They last as long
+    as the product; layers keep what they keep without FP8, since weight gradients are made of
+    it."""
     if not any(layer in fp8_layers(config) for layer in layers):
         return 0
-    inner = config.model.intermediate_size // config.parallel.tensor_model_parallel_size
-    widest = max(2 * inner, config.model.hidden_size)
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    heads = model.num_attention_heads + 2 * model.num_key_value_heads
+    split = max(2 * model.intermediate_size, heads * model.head_dim) // tp
+    widest = max(split, model.hidden_size)
     if config.training.fp8 == TENSORWISE:
         return tokens * widest + SCALE_BYTES
     return tile_bytes(tokens, widest)

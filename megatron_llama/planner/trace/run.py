@@ -10,6 +10,7 @@ from megatron_llama.config.schema import Config
 from megatron_llama.config.world import dp_size
 from megatron_llama.model.plan.fp8 import fp8_layers
 from megatron_llama.model.plan.params import partition_of
+from megatron_llama.model.windows import window_of
 from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
 from megatron_llama.planner.trace.op_recorder import Tables
 from megatron_llama.planner.trace.rank import BATCHES, trace_rank
@@ -64,7 +65,7 @@ class RunTracer:
 
     def alike(self) -> list[list[int]]:
         """Return groups of pipeline ranks with equal numbers of layers, multiplied in the same
-        precision, and equal ends."""
+        precision and with the same windows, and equal ends."""
         partition = partition_of(self.config)
         in_fp8 = fp8_layers(self.config)
         groups = dict[object, list[int]]()
@@ -72,7 +73,10 @@ class RunTracer:
             stages = partition.stages_of(rank)
             shape = tuple(
                 (
-                    tuple(layer in in_fp8 for layer in partition.layers[stage]),
+                    tuple(
+                        (layer in in_fp8, window_of(self.config.model, layer))
+                        for layer in partition.layers[stage]
+                    ),
                     stage == 0,
                     stage == partition.stages - 1,
                 )

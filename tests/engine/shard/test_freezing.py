@@ -39,11 +39,11 @@ class Block(nn.Module):
 
 def net(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, 12), *(Block() for _ in range(4)), nn.Linear(12, 5))
+    return nn.Sequential(nn.Linear(5, 12), *(Block() for _ in range(4)), nn.Linear(12, 5)).double()
 
 
 def inputs(number: int, rank: int) -> Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank))
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank), dtype=torch.float64)
 
 
 def groups() -> list[Any]:

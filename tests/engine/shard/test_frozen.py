@@ -112,7 +112,7 @@ def distilled(place: Place, strategy: str) -> list[float]:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("strategy", reversed(STRATEGIES))
+@pytest.mark.parametrize("strategy", STRATEGIES[::-1])
 def test_a_student_learns_from_a_sharded_teacher(strategy: str, cluster: Cluster) -> None:
     for differences in cluster.run(2, distilled, strategy):
         assert max(differences) <= 1e-6, differences

@@ -183,4 +183,4 @@ def test_no_choice_of_the_parity_tests_hangs_on_rounding(family: str) -> None:
         if name.endswith(("mlp.gate", "router")):
             module.register_forward_hook(note)
     train_twin(model, FamilyLayout(family=family, steps=6))
-    assert len(margins) >= 6 * 3 and min(margins) > 1e-6, min(margins)
+    assert len(margins) >= 6 * 3 and min(margins) > 1e-5, min(margins)

@@ -115,14 +115,14 @@ TWINS = {
         },
     ),
     "olmo2": Twin("Olmo2Config", {"attention_bias": True, "head_dim": 24}),
-    "mixtral": Twin("MixtralConfig", {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "mixtral": Twin("MixtralConfig", {"intermediate_size": 104, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
     "qwen3_moe": Twin(
         "Qwen3MoeConfig",
         {
             "head_dim": 24,
             "num_experts": 6,
             "num_experts_per_tok": 3,
-            "moe_intermediate_size": 40,
+            "moe_intermediate_size": 32,
             "mlp_only_layers": [1],
             "use_sliding_window": True,
             "sliding_window": WINDOW,

@@ -22,6 +22,7 @@ from megatron_llama.planner.trace.run import RunTracer, trace_run
 from megatron_llama.planner.traced import StageTrace, Trace
 from megatron_llama.schedule import schedule_named
 from megatron_llama.train.setup.memory import MemoryPlan
+from megatron_llama.train.setup.resolve import resolve
 
 from tests.oracle.flops import step_flops
 from tests.oracle.messages import step_messages
@@ -72,6 +73,16 @@ def test_what_is_left_out_repeats_what_was_traced(layout: Layout) -> None:
         assert described(short, one) == described(full, other)
         assert (one.ranks, one.state, one.groups, one.layers) == (other.ranks, other.state, other.groups, other.layers)
     assert sum(len(stage.traced) for stage in short.stages) < sum(len(stage.traced) for stage in full.stages)
+
+
+def test_blocks_with_and_without_a_window_are_not_taken_for_each_other() -> None:
+    """Of four ranks of a block each the third sees all."""
+    config = small(Layout(pp=4, layers=4, microbatches=8))
+    types = ("sliding_attention", "sliding_attention", "full_attention", "sliding_attention")
+    config = resolve(replace(config, model=replace(config.model, sliding_window=4, layer_types=types)), 4)
+    short, full = trace_run(config, 4), whole(config, 4)
+    for stage, other in zip(short.stages, full.stages, strict=True):
+        assert described(short, stage) == described(full, other)
 
 
 @pytest.mark.few(1)

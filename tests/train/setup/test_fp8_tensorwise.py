@@ -31,6 +31,9 @@ def test_weight_codes_and_an_inputs_codes_are_planned() -> None:
     plan, plain = (MemoryPlan(resolve(spread(config, pipeline_model_parallel_size=2), 8), 8) for config in (TENSORWISE, bf16))
     assert plan.state_by_component(0)["weight codes in FP8"] == 15 * (2 * block + 4 * 4)
     assert plan.activations(0, "none", 0) - plain.activations(0, "none", 0) == 4096 * 2 * 14336 + 4
+    many = {"num_attention_heads": 256, "num_key_value_heads": 32}  # of 128 numbers, wider than gate and up
+    plan, plain = (MemoryPlan(resolve(spread(replace(config, model=replace(config.model, **many)), pipeline_model_parallel_size=2), 8), 8) for config in (TENSORWISE, bf16))
+    assert plan.activations(0, "none", 0) - plain.activations(0, "none", 0) == 4096 * (256 + 2 * 32) * 128 + 4
 
 
 def test_messages_of_scales_are_counted_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
