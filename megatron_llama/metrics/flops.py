@@ -26,7 +26,7 @@ def flops_per_token(
     ``model`` has every derived field filled in, and a ``vocab_size`` without padding. ``causal``
     counts only the scores that the mask leaves (Megatron) instead of all (torchtitan). A layer with
     a window has that many keys for each query; if ``causal``, the first queries have fewer. One
-    with chunks has squares of scores. Of experts those count that a token is sent to, and the router.
+    with chunks has their squares. Of experts those count that a token is sent to, and the router.
     """
     queries = model.num_attention_heads * model.head_dim
     blocks = model.num_hidden_layers * _matrix_elements(model)

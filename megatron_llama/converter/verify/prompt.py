@@ -31,8 +31,8 @@ class Prompt:
 
 
 def telling_context(models: Sequence[ModelConfig]) -> int:
-    """Return the length up to which a prompt shows no rotary scaling, window or chunk of the models; 0
-    if they have none. A window as long as the longest sequence never shows."""
+    """Return the length up to which a prompt shows no rotary scaling, window or chunk of the
+    models; 0 if they have none. A window as long as the longest sequence never shows."""
     lengths = [0]
     for model in models:
         scaling = model.rope_scaling or {}

@@ -61,11 +61,7 @@ def text_fields(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(text, Mapping):
         expected = "the fields of the text model"
         raise CheckpointError(f"{where} text_config", got=shown(text), expected=expected, do=COPY)
-    fields = {
-        **text,
-        "model_type": "llama4_text",
-        "architectures": ["Llama4ForCausalLM"],
-    }
+    fields = {**text, "model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}
     # Of both parts.
     for name in ("quantization_config", "torch_dtype", "dtype"):
         if name in content:

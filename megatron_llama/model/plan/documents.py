@@ -49,7 +49,7 @@ def seen_before(
 
 
 def chunk_bounds(bounds: Sequence[int], length: int, size: int, *, restarts: bool) -> list[int]:
-    """Return the ``bounds`` of documents, and between them those of chunks of ``size`` tokens, which
+    """Return the ``bounds`` of documents, and between them those of chunks of ``size`` tokens: they
     are counted from the start of each sequence of ``length`` tokens, or of each document if
     positions ``restarts`` there."""
     cut = []

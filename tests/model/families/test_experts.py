@@ -122,7 +122,7 @@ SPLIT = {**TP2, "sequence_parallel": True}
         ({**CHUNKS, "attention_chunk_size": 0}, "--attention-chunk-size: got 0, expected a positive number"),
         ({**CHUNKS, "sliding_window": 4}, "--sliding-window: got 4, expected 0, as in the config.json of a Llama4ForCausalLM"),
         ({"attention_chunk_size": 4}, "--attention-chunk-size: got 4, expected 0, as in the config.json of a Qwen3MoeForCausalLM"),
-        ({**CHUNKS, "layer_types": ("full_attention",) * 4}, "--layer-types"),
+        ({**CHUNKS, "layer_types": ("full_attention",) * 4}, "full_attention, expected chunked_attention for some of them"),
         ({"model_type": "llama"}, "--num-experts: got 6, expected 0, as in the config.json of a LlamaForCausalLM"),
         ({"moe_aux_loss_coeff": 0.01}, "losses that balance them and expert parallelism are not written here"),
         ({"expert_model_parallel_size": 2}, "losses that balance them and expert parallelism are not written here"),
@@ -175,8 +175,8 @@ def test_no_choice_of_the_parity_tests_hangs_on_rounding(family: str) -> None:
     margins: list[float] = []
 
     def note(router: Any, given: object, routing: tuple[Tensor, ...]) -> None:
-        scores = routing[1] if family == "llama4" else routing[0]
-        best = scores.detach().float().softmax(-1).topk(router.top_k + 1).values
+        logits = routing[1 if family == "llama4" else 0].detach().float()
+        best = (logits if family == "llama4" else logits.softmax(-1)).topk(router.top_k + 1).values
         margins.append(float((best[:, -2] - best[:, -1]).min()))
 
     for name, module in model.named_modules():

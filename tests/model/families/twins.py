@@ -131,7 +131,7 @@ TWINS = {
     "llama4": Twin(
         "Llama4TextConfig",
         {
-            "head_dim": 24,
+            "head_dim": 20,
             "intermediate_size": 40,
             "intermediate_size_mlp": 96,
             "num_local_experts": 6,

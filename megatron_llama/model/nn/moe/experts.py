@@ -83,9 +83,11 @@ class _ExpertMLP(torch.autograd.Function):
         def plain_rows() -> Tensor:
             return groups.gather(rows(sources[0] if make_input is None else make_input(*sources)))
 
-        def input_rows() -> Tensor:
+        def weighted_rows() -> Tensor:
             plain = plain_rows()
-            return (plain * row_weights).to(plain.dtype) if on_input else plain
+            return (plain * groups.of_rows(weights)).to(plain.dtype)
+
+        input_rows = weighted_rows if on_input else plain_rows
 
         if both is None:
             first_read.check()
@@ -102,7 +104,8 @@ class _ExpertMLP(torch.autograd.Function):
             active_grad = grouped.linear_backward(grad_rows, by_expert(down, ctx.count), groups)
         if needs_weights and not on_input:
             assert active_grad is not None
-            weights_grad = _gradient_of_weights(active_grad, active, weights, groups)
+            products = active_grad.to(at_least_fp32(grad.dtype)) * active
+            weights_grad = groups.sums_of(products, weights)
         if needs_down:
             weighted = active if on_input else (active * row_weights).to(grad.dtype)
             down_grad = _weight_gradient(
@@ -122,22 +125,14 @@ class _ExpertMLP(torch.autograd.Function):
                 weight = by_expert(gate_up, ctx.count)
                 input_grad = grouped.linear_backward(both_grad, weight, groups)
                 if on_input and needs_weights:
-                    weights_grad = _gradient_of_weights(input_grad, plain_rows(), weights, groups)
+                    products = input_grad.to(at_least_fp32(grad.dtype)) * plain_rows()
+                    weights_grad = groups.sums_of(products, weights)
                 x_grad = groups.sum(input_grad, weights if on_input else None).view(grad.shape)
             if needs_gate_up:
                 gate_up_grad = _weight_gradient(
                     gate_up, first_read.handle, groups, lambda: (both_grad, input_rows())
                 )
         return x_grad, None, weights_grad, gate_up_grad, down_grad, *[None] * 4
-
-
-def _gradient_of_weights(
-    grad: Tensor, values: Tensor, weights: Tensor, groups: ExpertRows
-) -> Tensor:
-    """Return the gradient of the weights [t, k] that multiply rows of ``values``, from the gradient
-    of the products."""
-    products = grad.to(at_least_fp32(grad.dtype)) * values
-    return products.sum(-1)[groups.places()].view_as(weights).to(weights.dtype)
 
 
 def _weight_gradient(

@@ -60,6 +60,11 @@ class ExpertRows:
         """Return the weight of each row, [t * k, 1], of weights [t, k]."""
         return weights.flatten()[self.order].unsqueeze(-1)
 
+    def sums_of(self, products: Tensor, weights: Tensor) -> Tensor:
+        """Return the gradient of weights [t, k] that multiply rows, from products [t * k, d] of the
+        rows with the gradients of their multiples."""
+        return products.sum(-1)[self.places()].view_as(weights).to(weights.dtype)
+
     def places(self) -> Tensor:
         """Return the row of each place of the table, [t * k]."""
         rows = torch.arange(len(self.order), device=self.order.device)
