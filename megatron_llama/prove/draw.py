@@ -326,12 +326,13 @@ def _model(chance: random.Random) -> Options:
 
 def _experts(chance: random.Random, family: str, intermediate: int) -> Options:
     """Draw experts, and blocks without them where a family has such; of a dense family nothing."""
-    if FAMILIES[family].experts is None:
+    spelling = FAMILIES[family].experts
+    if spelling is None:
         none = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), 0)
         return {**none, "decoder_sparse_step": 1, "mlp_only_layers": (), "attention_chunk_size": 0}
     experts = chance.choice((2, 3, 6))
     has_dense = "moe_intermediate_size" not in FAMILIES[family].derived
-    has_chunks = "attention_chunk_size" in FAMILIES[family].experts.names
+    has_chunks = "attention_chunk_size" in spelling.names
     return {
         "attention_chunk_size": chance.choice((3, 7, 64)) if has_chunks else 0,
         "num_experts": experts,

@@ -51,9 +51,15 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor | Recomputable, routing: Routing) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
-        weights = (self.gate_up_proj, self.down_proj)
-        how = {"recompute": self.recompute, "on_input": self.on_input}
-        return expert_mlp(x, routing, *weights, self.gate, **how)
+        return expert_mlp(
+            x,
+            routing,
+            self.gate_up_proj,
+            self.down_proj,
+            self.gate,
+            recompute=self.recompute,
+            on_input=self.on_input,
+        )
 
 
 class MoE(nn.Module):
