@@ -108,6 +108,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "parallelism.enable_async_tensor_parallel": "--tp-comm-overlap",
         "parallelism.context_parallel_degree": "--context-parallel-size",
         "parallelism.context_parallel_rotate_method": "--cp-comm-type",
+        "parallelism.expert_parallel_degree": "--expert-model-parallel-size",
+        "ep": "--expert-model-parallel-size",
         "parallelism.pipeline_parallel_degree": "--pipeline-model-parallel-size",
         "parallelism.pipeline_parallel_schedule": "--pipeline-schedule",
         "parallelism.pipeline_parallel_microbatch_size": _MICRO,
@@ -209,7 +211,7 @@ NOT_NEEDED: Mapping[str, str] = MappingProxyType(
 
 _EXPERTS = (
     "of experts there are --num-experts, --moe-router-topk, --moe-ffn-hidden-size and what "
-    "docs/experts.md names; losses that balance them and expert parallelism are not written here"
+    "docs/experts.md names; losses that balance them are not written here"
 )
 _REINFORCEMENT = (
     "reinforcement learning is not written here: `align` tunes on preferences, `sft` on "

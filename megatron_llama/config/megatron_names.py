@@ -88,6 +88,16 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         "num_query_groups": Alias("num_key_value_heads"),
         "moe_router_topk": Alias("num_experts_per_tok"),
         "moe_ffn_hidden_size": Alias("moe_intermediate_size"),
+        "expert_tensor_parallel_size": Alias(
+            convert=only("1"),
+            help="every rank has its experts whole: only 1 is accepted, and "
+            "--expert-model-parallel-size divides them among ranks",
+        ),
+        "moe_token_dispatcher_type": Alias(
+            convert=only("allgather"),
+            help="tokens are gathered, and outputs are reduced and scattered: only allgather is "
+            "accepted",
+        ),
         "group_query_attention": Alias(
             value="true",
             help="--num-query-groups alone decides; leave that out for multi-head attention",

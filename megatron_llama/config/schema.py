@@ -329,6 +329,15 @@ class ParallelConfig:
     )
     """With --cp-comm-type a2a+p2p: ranks that exchange the sequence for heads, and ranks of the
     ring. Their product is --context-parallel-size."""
+    expert_model_parallel_size: int = option(
+        1,
+        check=POSITIVE,
+        largest=LARGEST_RANKS,
+        small=scaled("each rank has some experts, as with more"),
+        draws=(2,),
+    )
+    """Neighbouring data-parallel ranks that divide the experts of each block among them (ep): a
+    divisor of dp and of --num-experts."""
     sequence_parallel: bool = option(False, small=scaled("there is one tensor-parallel rank"))
     """Split norms and residual stream along the sequence over the tp processes. Ignored with tp
     1."""

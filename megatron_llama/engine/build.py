@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_llama.engine.comm.exchange import carried_by_gloo
+from megatron_llama.engine.handle import BucketParamHandle
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.optimizer import DTYPES, Attach, OverlappedDistributedOptimizer
 from megatron_llama.engine.options import EngineOptions
-from megatron_llama.engine.plan.buckets import BucketPlan
+from megatron_llama.engine.param_handle import attach_param_handle
+from megatron_llama.engine.plan.buckets import BucketPlan, PlacedParam
 from megatron_llama.engine.plan.limits import chunk_problem
 from megatron_llama.engine.rules.registry import RuleInputs, build_update_rules
 from megatron_llama.errors import ConfigError
@@ -52,7 +54,6 @@ def build_engine(
         if problem is not None:
             raise ConfigError(problem)
     return OverlappedDistributedOptimizer(
-        stages,
         bucket_plan,
         build_update_rules(
             RuleInputs(
@@ -69,6 +70,19 @@ def build_engine(
         ),
         mesh,
         options,
-        attach=attach,
+        attach=attach or _attach_to(stages),
         inline=inline,
     )
+
+
+def _attach_to(stages: Iterable[nn.Module]) -> Attach:
+    """Return a function that makes the stages' parameters views of their buckets, with handles."""
+    stage_of = {name: stage for stage in stages for name, _ in stage.named_parameters()}
+
+    def attach(placed: PlacedParam, view: Tensor, handle: BucketParamHandle) -> None:
+        parameter = nn.Parameter(view, requires_grad=placed.spec.trainable)
+        attach_param_handle(parameter, handle)
+        owner, _, leaf = placed.spec.name.rpartition(".")
+        setattr(stage_of[placed.spec.name].get_submodule(owner), leaf, parameter)
+
+    return attach

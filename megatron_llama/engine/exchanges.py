@@ -17,7 +17,7 @@ from megatron_llama.engine.comm.exchange import (
     carried_by_gloo,
     summed_numel,
 )
-from megatron_llama.engine.mesh import Axis
+from megatron_llama.engine.mesh import Axis, DataAxes
 from megatron_llama.engine.options import BF16
 from megatron_llama.engine.plan.buckets import BucketPlan, Slot
 from megatron_llama.engine.plan.limits import REDUCTIONS_IN_FLIGHT, STAGED_REDUCTIONS
@@ -39,8 +39,9 @@ class BucketExchanges:
     """The reductions of all buckets, made once, and the users of the receive buffers.
 
     ``unsharded``, ``parts``, ``shards`` and ``slots`` are those of ``GradientBuckets``, by bucket.
-    ``wire`` is the dtype in which gradients travel, ``own_wires`` has those of buckets with one of
-    their own: each dtype has receive buffers of its own. ``sums_wide``: see ``EngineOptions``."""
+    ``axes`` has the data-parallel axes of each bucket, ``wire`` is the dtype in which gradients
+    travel, ``own_wires`` has those of buckets with one of their own: those of one dtype along the
+    same axes share receive buffers. ``sums_wide``: see ``EngineOptions``."""
 
     def __init__(
         self,
@@ -48,8 +49,7 @@ class BucketExchanges:
         parts: Mapping[int, Tensor],
         shards: Mapping[int, Tensor],
         slots: Mapping[int, Slot],
-        shard_axis: Axis,
-        replica_axis: Axis,
+        axes: Mapping[int, DataAxes],
         wire: torch.dtype | None,
         chunk_bytes: int,
         own_wires: Mapping[int, torch.dtype | None] = NO_WIRES,
@@ -58,17 +58,20 @@ class BucketExchanges:
         self._by_bucket: dict[int, _WireExchanges] = {}
         self.staging: list[Tensor] = []
         """The memory of the buffers in which a device casts gradients."""
-        wires = {bucket: own_wires.get(bucket, wire) for bucket in unsharded}
-        for shared_wire in dict.fromkeys(wires.values()):
-            buckets = [bucket for bucket in unsharded if wires[bucket] == shared_wire]
+        ways = {
+            bucket: (own_wires.get(bucket, wire), axes[bucket].dp.ranks) for bucket in unsharded
+        }
+        for way in dict.fromkeys(ways.values()):
+            buckets = [bucket for bucket in unsharded if ways[bucket] == way]
+            shared_axes = axes[buckets[0]]
             exchanges = _WireExchanges(
                 {bucket: unsharded[bucket] for bucket in buckets},
                 {bucket: parts[bucket] for bucket in buckets},
                 {bucket: shards[bucket] for bucket in buckets},
                 {bucket: slots[bucket] for bucket in buckets},
-                shard_axis,
-                replica_axis,
-                shared_wire,
+                shared_axes.shard,
+                shared_axes.replica,
+                way[0],
                 chunk_bytes,
                 sums_wide,
             )
@@ -95,8 +98,8 @@ class BucketExchanges:
 
 
 class _WireExchanges:
-    """The reductions of the buckets whose gradients travel in one dtype. Arguments and methods are
-    those of ``BucketExchanges``.
+    """The reductions of the buckets whose gradients travel in one dtype along the same axes.
+    Arguments and methods are those of ``BucketExchanges``.
 
     A slot has at most one reduction under way, so the buckets of one slot share a receive buffer:
     more buffers than slots would never be in use at once."""

@@ -37,7 +37,7 @@ from megatron_llama.engine.comm.exchange import Exchange
 from megatron_llama.engine.comm.streams import Future, Stream
 from megatron_llama.engine.counting import Counting, PlannedCounting, planned_rounds
 from megatron_llama.engine.exchanges import BucketExchanges, own_wires
-from megatron_llama.engine.mesh import Axis
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.plan.buckets import BucketPlan, PlacedParam, Slot
 
 
@@ -52,7 +52,7 @@ class State(Enum):
 class GradientBuckets:
     """Slots for whole gradients, and the reduced gradient shards of one rank.
 
-    ``shard_axis`` splits buckets into shards, ``replica_axis`` repeats the shards. With
+    The axes of ``mesh`` split buckets into shards and repeat the shards. With
     ``reduce_every_microbatch`` slots are reused within a step and the shards accumulate. Otherwise
     the slots accumulate, are reduced when the last microbatch has contributed, and the shard is
     this rank's part of the slot.
@@ -69,13 +69,11 @@ class GradientBuckets:
     def __init__(
         self,
         bucket_plan: BucketPlan,
+        mesh: Mesh,
         *,
-        shard_axis: Axis,
-        replica_axis: Axis,
         reduce_every_microbatch: bool,
         dtype: torch.dtype,
         wire: torch.dtype | None,
-        device: torch.device,
         stream: Stream,
         chunk_bytes: int,
         sums_wide: bool = False,
@@ -85,7 +83,7 @@ class GradientBuckets:
     ) -> None:
         self.bucket_plan = bucket_plan
         self.reduce_every_microbatch = reduce_every_microbatch
-        self._recorder = shard_axis.recorder
+        self._recorder = mesh.recorder
         self._stream = stream
         self._reduced = reduced
         self._before_reuse = before_reuse
@@ -94,7 +92,7 @@ class GradientBuckets:
             bucket.index for bucket in bucket_plan.buckets if bucket.kind.trainable
         )
         self._slots = {
-            slot: torch.zeros(size, dtype=dtype, device=device)
+            slot: torch.zeros(size, dtype=dtype, device=mesh.device)
             for slot, size in bucket_plan.gradient_slot_numel().items()
         }
         self._unsharded = {
@@ -111,8 +109,10 @@ class GradientBuckets:
             b: _padding(bucket_plan.buckets[b].placements, whole)
             for b, whole in self._unsharded.items()
         }
+        axes = {b: mesh.data_axes(bucket_plan.buckets[b].kind) for b in self.trainable}
         self._parts = {
-            b: whole[bucket_plan.shard(b, shard_axis.rank)] for b, whole in self._unsharded.items()
+            b: whole[bucket_plan.shard(b, axes[b].shard.rank)]
+            for b, whole in self._unsharded.items()
         }
         """This rank's part of each whole bucket, in the slot."""
         self.shards = {
@@ -126,8 +126,7 @@ class GradientBuckets:
             self._parts,
             self.shards,
             slots,
-            shard_axis,
-            replica_axis,
+            axes,
             wire,
             chunk_bytes,
             own_wires(bucket_plan),

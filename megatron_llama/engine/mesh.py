@@ -7,11 +7,15 @@ The engine's caller makes its ``Mesh``: ``launch/mesh.py`` for the trainer's gri
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megatron_llama.engine.comm.recorder import Recorder
+
+if TYPE_CHECKING:  # plans name no process
+    from megatron_llama.engine.plan.buckets import BucketKind
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,21 @@ class Axis:
         if self.group is gone:
             raise RuntimeError(f"the communicator of {self.name} has ended")
         return self.group
+
+
+@dataclass(frozen=True)
+class DataAxes:
+    """The data-parallel axes of a bucket: of all ranks that hold its weights."""
+
+    dp: Axis
+    shard: Axis
+    replica: Axis
+    gather: Axis
+
+    @property
+    def all(self) -> tuple[Axis, ...]:
+        """All of them, in one order on every rank."""
+        return self.dp, self.shard, self.replica, self.gather
 
 
 @dataclass(frozen=True)
@@ -81,6 +100,11 @@ class Mesh:
     cp_keys: Axis | None = None
     """With ``cp_heads``: the ranks of ``cp`` that hold the same heads of other parts of the
     sequence. Keys and values travel between them."""
+    ep: Axis | None = None
+    """Neighbouring data-parallel ranks that divide the experts of a block among them. None: each
+    rank has all experts."""
+    experts: DataAxes | None = None
+    """With ``ep``: the ranks of ``dp`` that hold the same experts."""
     made: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False)
     """The groups that ``close_data_mesh`` ends, in this order: those that ``data_mesh`` and
     ``add_shard_axes`` have made."""
@@ -97,6 +121,25 @@ class Mesh:
             axis = self.pp if usual else self.pp_return
         assert axis is not None, "only virtual stages send against the usual direction"
         return axis
+
+    def data_axes(self, kind: BucketKind) -> DataAxes:
+        """Return the axes along which a bucket is sharded, reduced and gathered."""
+        if kind.ep == 1:
+            return DataAxes(self.dp, self.dp_shard, self.dp_replica, self.dp_gather)
+        assert self.experts is not None, "parameters of experts without ranks that divide them"
+        return self.experts
+
+    def copies_axis(self, kind: BucketKind) -> Axis:
+        """Return the axis of the ranks that hold copies of a kind's parameters."""
+        return self.tp if kind.copies == self.tp.size else self.kv
+
+    def is_primary(self, kind: BucketKind) -> bool:
+        """Whether this rank counts a shard, or writes it to a checkpoint, for all ranks that hold
+        it."""
+        copies = [self.data_axes(kind).replica.rank, self.tp.rank % kind.copies]
+        if kind.tied:
+            copies.append(self.embedding.rank)
+        return not any(copies)
 
     @property
     def rank(self) -> int:

@@ -22,7 +22,7 @@ from functools import partial
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_llama.engine.comm.collectives import all_reduce
 from megatron_llama.engine.comm.exchange import all_reduce_exchange
@@ -34,13 +34,11 @@ from megatron_llama.engine.evaluation_weights import EvaluationWeights
 from megatron_llama.engine.gradients import GradientBuckets
 from megatron_llama.engine.handle import BucketParamHandle
 from megatron_llama.engine.loss_scale import LossScale
-from megatron_llama.engine.mesh import Axis, Mesh
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.options import BF16, FP16, FP32, FP64, EngineOptions, UpdateOptions
-from megatron_llama.engine.param_handle import attach_param_handle
 from megatron_llama.engine.parameters import ParameterBuckets
 from megatron_llama.engine.plan.buckets import (
     ALIGN,
-    BucketKind,
     BucketPlan,
     PlacedParam,
     reduces_every_microbatch,
@@ -86,18 +84,16 @@ class OverlappedDistributedOptimizer:
 
     def __init__(
         self,
-        stages: Iterable[nn.Module],
         bucket_plan: BucketPlan,
         rules: UpdateRules,
         mesh: Mesh,
         options: EngineOptions,
         *,
-        attach: Attach | None = None,
+        attach: Attach,
         inline: bool = False,
     ) -> None:
-        """``attach`` is called for every parameter; None: the parameters of ``stages`` become views
-        of their buckets. With ``inline`` messages take no time, as in a trace: the work after a
-        message is done where it is issued, and not by threads."""
+        """``attach`` is called for every parameter. With ``inline`` messages take no time, as in a
+        trace: the work after a message is done where it is issued, and not by threads."""
         self.bucket_plan = bucket_plan
         self.rules = rules
         self.mesh = mesh
@@ -124,22 +120,19 @@ class OverlappedDistributedOptimizer:
         with self._registered.making():
             self.parameters = ParameterBuckets(
                 bucket_plan,
-                mesh.dp_gather,
+                mesh,
                 dtypes=[DTYPES[b.kind.dtype or options.dtype] for b in bucket_plan.buckets],
-                device=mesh.device,
                 comm_queue=comm_queue,
                 prefetch_bytes=options.prefetch_bytes,
                 chunk_bytes=options.chunk_bytes,
             )
             self.gradients = GradientBuckets(
                 bucket_plan,
-                shard_axis=mesh.dp_shard,
-                replica_axis=mesh.dp_replica,
+                mesh,
                 reduce_every_microbatch=reduces_every_microbatch(options),
                 dtype=master_dtype,
                 wire=torch.bfloat16 if options.reduces_in_bf16 else None,
                 sums_wide=options.sums_wide,
-                device=mesh.device,
                 stream=stream,
                 chunk_bytes=options.chunk_bytes,
                 reduced=_weak_on_reduced(self),
@@ -159,7 +152,7 @@ class OverlappedDistributedOptimizer:
         # in the bucket an element stands, so its bits would depend on the bucket size.
         self._copy_sums = [
             all_reduce_exchange(
-                shard, self.copies_axis(bucket_plan.buckets[b].kind), index=b, wire=None
+                shard, mesh.copies_axis(bucket_plan.buckets[b].kind), index=b, wire=None
             )
             for b, shard in self.gradients.shards.items()
             if bucket_plan.buckets[b].kind.partial_grad
@@ -187,7 +180,7 @@ class OverlappedDistributedOptimizer:
             rules,
             [bucket for bucket in bucket_plan.forward_order if bucket in trained],
         )
-        self._attach(attach or _attach_to(stages))
+        self._attach(attach)
 
     def _master(self, bucket: int, dtype: torch.dtype) -> Tensor:
         """Return the master shard: the rule's, or for frozen buckets the shard itself."""
@@ -195,7 +188,7 @@ class OverlappedDistributedOptimizer:
         kind = self.bucket_plan.buckets[bucket].kind
         if not kind.trainable:
             return param_shard
-        segments = tuple(self.bucket_plan.segments(bucket, self.mesh.dp_shard.rank))
+        segments = tuple(self.bucket_plan.segments(bucket, self.shard_rank(bucket)))
         position = self.bucket_plan.forward_order.index(bucket)
         return self.rules.by_bucket[bucket].attach(
             Shard(bucket, position, param_shard, dtype, kind, segments)
@@ -216,7 +209,7 @@ class OverlappedDistributedOptimizer:
         with torch.no_grad():
             for bucket, master in enumerate(self.masters):
                 for rectangle, place in self.bucket_plan.rectangles(
-                    bucket, self.mesh.dp_shard.rank
+                    bucket, self.shard_rank(bucket)
                 ):
                     source(rectangle, master[place].view(rectangle.size))
         self.publish()
@@ -488,19 +481,13 @@ class OverlappedDistributedOptimizer:
                 self._take_squared_norm(bucket)
                 self._announce_gradient(bucket)
 
-    def copies_axis(self, kind: BucketKind) -> Axis:
-        """Return the axis of the ranks that hold copies of a kind's parameters."""
-        return self.mesh.tp if kind.copies == self.mesh.tp.size else self.mesh.kv
-
     def is_primary(self, bucket: int) -> bool:
-        """Whether this rank counts a shard, or writes it to a checkpoint, for all ranks that hold
-        it."""
-        kind = self.bucket_plan.buckets[bucket].kind
-        mesh = self.mesh
-        copies = [self.mesh.dp_replica.rank, mesh.tp.rank % kind.copies]
-        if kind.tied:
-            copies.append(mesh.embedding.rank)
-        return not any(copies)
+        """Whether this rank counts the shard of a bucket (``Mesh.is_primary``)."""
+        return self.mesh.is_primary(self.bucket_plan.buckets[bucket].kind)
+
+    def shard_rank(self, bucket: int) -> int:
+        """Return the number of this rank's shard of a bucket."""
+        return self.mesh.data_axes(self.bucket_plan.buckets[bucket].kind).shard.rank
 
     def _update(self, bucket: int, scale: Tensor, skip: Tensor, lr: float) -> Future:
         note = self.mesh.recorder.begin("update", bucket)
@@ -546,19 +533,6 @@ class OverlappedDistributedOptimizer:
         for rule in self.rules.distinct:
             rule.close(CLOSE_TIMEOUT_SECONDS)
         self._registered.close()
-
-
-def _attach_to(stages: Iterable[nn.Module]) -> Attach:
-    """Return a function that makes the stages' parameters views of their buckets, with handles."""
-    stage_of = {name: stage for stage in stages for name, _ in stage.named_parameters()}
-
-    def attach(placed: PlacedParam, view: Tensor, handle: BucketParamHandle) -> None:
-        parameter = nn.Parameter(view, requires_grad=placed.spec.trainable)
-        attach_param_handle(parameter, handle)
-        owner, _, leaf = placed.spec.name.rpartition(".")
-        setattr(stage_of[placed.spec.name].get_submodule(owner), leaf, parameter)
-
-    return attach
 
 
 def _fixed(lr: LearningRate) -> LearningRate:

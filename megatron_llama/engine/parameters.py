@@ -16,7 +16,7 @@ import torch
 from megatron_llama.engine.comm.exchange import gather
 from megatron_llama.engine.comm.queues import CommQueue
 from megatron_llama.engine.comm.streams import Future
-from megatron_llama.engine.mesh import Axis
+from megatron_llama.engine.mesh import Mesh
 from megatron_llama.engine.plan.buckets import BucketPlan, Slot
 from megatron_llama.engine.plan.prefetch import prefetch_plan_of
 from megatron_llama.engine.plan.weight_access import WeightAccess
@@ -33,20 +33,19 @@ class ParameterBuckets:
     def __init__(
         self,
         bucket_plan: BucketPlan,
-        axis: Axis,
+        mesh: Mesh,
         *,
         dtypes: Sequence[torch.dtype],
-        device: torch.device,
         comm_queue: CommQueue,
         prefetch_bytes: int,
         chunk_bytes: int,
     ) -> None:
         self.bucket_plan = bucket_plan
-        self._axis = axis
+        self._recorder = mesh.recorder
         self._comm_queue = comm_queue
         dtype_of = dict(zip(bucket_plan.parameter_slots, dtypes, strict=True))
         self._slots = {
-            slot: torch.zeros(size, dtype=dtype_of[slot], device=device)
+            slot: torch.zeros(size, dtype=dtype_of[slot], device=mesh.device)
             for slot, size in bucket_plan.parameter_slot_numel().items()
         }
         # A bucket always uses the same slot, so views of it never move, and weights that autograd
@@ -56,7 +55,11 @@ class ParameterBuckets:
             for b in bucket_plan.buckets
         ]
         """The place of every whole bucket in its slot."""
-        places = [whole[bucket_plan.shard(b, axis.rank)] for b, whole in enumerate(self.unsharded)]
+        axes = [mesh.data_axes(bucket.kind).gather for bucket in bucket_plan.buckets]
+        places = [
+            whole[bucket_plan.shard(b, axis.rank)]
+            for b, (whole, axis) in enumerate(zip(self.unsharded, axes, strict=True))
+        ]
         self.shards = [
             place if bucket_plan.has_own_slot(b) else torch.zeros_like(place)
             for b, place in enumerate(places)
@@ -64,8 +67,8 @@ class ParameterBuckets:
         """This rank's shards: a part of the slot if the bucket has the slot to itself, else memory
         of their own."""
         self._gathers = [
-            gather(whole, shard, axis, index=b, chunk_bytes=chunk_bytes)
-            for b, (whole, shard) in enumerate(zip(self.unsharded, self.shards, strict=True))
+            gather(whole, self.shards[b], axes[b], index=b, chunk_bytes=chunk_bytes)
+            for b, whole in enumerate(self.unsharded)
         ]
         self._prefetch = prefetch_plan_of(
             bucket_plan, [whole.nbytes for whole in self.unsharded], prefetch_bytes
@@ -137,7 +140,7 @@ class ParameterBuckets:
                 # It was prefetched for a list that ended before it was read. Two gathers must not
                 # write one slot.
                 self._wait(slot)
-            self._axis.recorder.event(f"gather {bucket}")
+            self._recorder.event(f"gather {bucket}")
             gathered = self._comm_queue.submit(
                 self._gathers[bucket],
                 size=self.unsharded[bucket].nbytes,
@@ -148,7 +151,7 @@ class ParameterBuckets:
 
     def _wait(self, slot: Slot) -> None:
         self.awaited, gathered = self._in_flight.pop(slot)
-        with self._axis.recorder.exposed("parameters"):
+        with self._recorder.exposed("parameters"):
             gathered.wait()
         self.awaited = 0
 

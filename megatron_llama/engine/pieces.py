@@ -37,7 +37,7 @@ def shard_pieces(engine: OverlappedDistributedOptimizer) -> Iterator[ShardPiece]
         tensors = shard_tensors(engine, bucket)
         of_blocks = block_tensors(engine, bucket)
         primary = engine.is_primary(bucket)
-        for rectangle, place in engine.bucket_plan.rectangles(bucket, engine.mesh.dp_shard.rank):
+        for rectangle, place in engine.bucket_plan.rectangles(bucket, engine.shard_rank(bucket)):
             views = {name: tensor[place].view(rectangle.size) for name, tensor in tensors.items()}
             yield ShardPiece(rectangle, views, primary)
             # Their rectangles count blocks, so they cannot be views in the piece of the elements.

@@ -1,10 +1,11 @@
 """Compares tensors that several ranks must hold alike, bit by bit, and names the rank that differs:
 it may have a faulty memory, device or link.
 
-Whole parameters are compared over the data-parallel ranks, where they stay unsharded after an
-update. Shards and optimizer state are compared over the replicas of hybrid sharding, over the
-tensor-parallel ranks that share a parameter, and over the two ends of the pipeline where the
-embedding is tied. A rank sends two numbers for each tensor, and whole tensors only if those differ.
+Whole parameters are compared over the data-parallel ranks (of experts: those that hold the same),
+where they stay unsharded after an update. Shards and optimizer state are compared over the replicas
+of hybrid sharding, over the tensor-parallel ranks that share a parameter, and over the two ends of
+the pipeline where the embedding is tied. A rank sends two numbers for each tensor, and whole
+tensors only if those differ.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron_llama.engine.pieces import block_tensors, shard_tensors
 from megatron_llama.engine.plan.buckets import ALIGN, BucketKind
 from megatron_llama.errors import TrainingError, describe
 
-AXES = ("dp", "dp_replica", "tp", "kv", "embedding")
+AXES = ("dp", "dp_replica", "expert_dp", "tp", "kv", "embedding")
 """The order in which all ranks compare, so that ranks which share several axes cannot deadlock."""
 CHUNK = 1 << 20
 """Elements that are converted to int64 at once."""
@@ -80,16 +81,18 @@ def replicated(engine: OverlappedDistributedOptimizer) -> Iterator[Replicated]:
     first."""
     for bucket in engine.bucket_plan.buckets:
         kind = bucket.kind
-        if engine.mesh.dp.size > 1 and engine.parameters.is_unsharded(bucket.index):
+        dp = engine.mesh.data_axes(kind).dp
+        if dp.size > 1 and engine.parameters.is_unsharded(bucket.index):
             whole = engine.parameters.unsharded[bucket.index]
             for placed in bucket.placements:
                 piece = whole[placed.start : placed.stop]
-                yield Replicated(engine.mesh.dp, placed.spec.name, "gathered", 0, piece)
+                yield Replicated(dp, placed.spec.name, "gathered", 0, piece)
         # In one order on all ranks: they compare by position, and names are never sent.
         tensors = shard_tensors(engine, bucket.index)
         of_blocks = block_tensors(engine, bucket.index)
         for axis in _replica_axes(engine, kind):
-            for segment in engine.bucket_plan.segments(bucket.index, engine.mesh.dp_shard.rank):
+            shard_rank = engine.shard_rank(bucket.index)
+            for segment in engine.bucket_plan.segments(bucket.index, shard_rank):
                 stop = segment.in_shard + segment.length
                 for what, tensor in tensors.items():
                     piece = tensor[segment.in_shard : stop]
@@ -103,16 +106,19 @@ def _has_replicas(engine: OverlappedDistributedOptimizer) -> bool:
     """Whether ``replicated`` can yield anything on this rank."""
     return any(
         _replica_axes(engine, bucket.kind)
-        or (engine.mesh.dp.size > 1 and engine.bucket_plan.has_own_slot(bucket.index))
+        or (
+            engine.mesh.data_axes(bucket.kind).dp.size > 1
+            and engine.bucket_plan.has_own_slot(bucket.index)
+        )
         for bucket in engine.bucket_plan.buckets
     )
 
 
 def _replica_axes(engine: OverlappedDistributedOptimizer, kind: BucketKind) -> list[Axis]:
     """Return the axes whose other ranks hold the same shards of this kind."""
-    axes = [engine.mesh.dp_replica]
+    axes = [engine.mesh.data_axes(kind).replica]
     if kind.copies > 1:
-        axes.append(engine.copies_axis(kind))
+        axes.append(engine.mesh.copies_axis(kind))
     if kind.tied:
         axes.append(engine.mesh.embedding)
     return [axis for axis in axes if axis.size > 1]

@@ -27,7 +27,7 @@ from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.comm.groups import communicator_options, use_once
 from megatron_llama.engine.comm.recorder import Recorder
-from megatron_llama.engine.mesh import Axis, Mesh
+from megatron_llama.engine.mesh import Axis, DataAxes, Mesh
 from megatron_llama.errors import ClusterError
 from megatron_llama.launch.join import backend_timeout, join, world_axis
 from megatron_llama.launch.launcher import Place
@@ -50,6 +50,9 @@ _STREAM_GROUPS = MappingProxyType(
         "dp_shard": "dp",
         "dp_replica": "dp",
         "dp_gather": "dp",
+        "ep": "dp",
+        "expert_dp": "dp",
+        "expert_dp_gather": "dp",
         "pp": "pp",
         "pp_backward": "pp",
         "pp_return": "pp",
@@ -99,7 +102,8 @@ def build_mesh(
     """Build the mesh of a process group that has been joined, with only those communicators that
     the configuration uses. Each is used once here, so that no later step waits for its creation.
     ``recorder`` is a new one by default, and ``world`` the default group. Collective. Raises
-    ClusterError if the layout does not divide ``world_size``."""
+    ClusterError if the layout does not divide ``world_size``, or if the ranks that divide experts
+    do not divide the data-parallel ones."""
     parallel = config.parallel
     model = config.model
     tp = parallel.tensor_model_parallel_size
@@ -111,6 +115,14 @@ def build_mesh(
             "number of processes", got=world_size, expected=want, do="change one of the four"
         )
     grid = _Grid(pp, world_size // (tp * cp * pp), cp, tp)
+    ep = parallel.expert_model_parallel_size
+    if grid.dp % ep:
+        raise ClusterError(
+            "expert parallel size",
+            got=ep,
+            expected=f"a divisor of the {grid.dp} data-parallel ranks",
+            do="change one of the two",
+        )
     recorder = recorder or Recorder()
     builder = _AxisBuilder(rank, recorder, backend_timeout(parallel), device, parallel)
 
@@ -146,6 +158,10 @@ def build_mesh(
     else:
         dp_gather = builder.build("dp_gather", shard_lines)
 
+    ep_axis = experts = None
+    if ep > 1:
+        ep_axis, experts = _expert_axes(builder, grid, ep, is_sharded=shards > 1)
+
     pp_lines = grid.lines(0)
     partition = partition_of(config)
     virtual = partition.stages > pp
@@ -164,6 +180,8 @@ def build_mesh(
         pp_backward=builder.build("pp_backward", pp_lines),
         cp_heads=cp_heads,
         cp_keys=cp_keys,
+        ep=ep_axis,
+        experts=experts,
         pp_return=builder.build("pp_return", pp_lines) if virtual else None,
         pp_backward_return=builder.build("pp_backward_return", pp_lines) if virtual else None,
         embedding=builder.build(
@@ -176,6 +194,28 @@ def build_mesh(
         mesh, partition.placement, None if parallel.cp_comm_type == "all_gather" else ring
     )
     return mesh
+
+
+def _expert_axes(
+    builder: _AxisBuilder, grid: _Grid, ep: int, *, is_sharded: bool
+) -> tuple[Axis, DataAxes]:
+    """Return the axis of ``ep`` neighbouring data-parallel ranks that divide experts among them,
+    and those of the ranks that hold the same experts. Collective."""
+    lines = [line[i : i + ep] for line in grid.lines(1) for i in range(0, grid.dp, ep)]
+    # A line has the ranks of dp, and of each those of cp.
+    same = [
+        tuple(rank for place, rank in enumerate(line) if place // grid.cp % ep == number)
+        for line in grid.lines(1, 2)
+        for number in range(ep)
+    ]
+    ep_axis = builder.build("ep", lines)
+    dp = builder.build("expert_dp", same)
+    alone = Axis(dp.name, 0, (builder.rank,), None, builder.recorder)
+    shard, replica = (dp, alone) if is_sharded else (alone, dp)
+    gather = replace(shard, name="expert_dp_gather")
+    if is_sharded and not devices.one_connection_per_peer(builder.device):
+        gather = builder.build(gather.name, same)
+    return ep_axis, DataAxes(dp, shard, replica, gather)
 
 
 def _make_communicators(mesh: Mesh, placement: StagePlacement, ring: Axis | None) -> None:
@@ -200,7 +240,8 @@ def _make_communicators(mesh: Mesh, placement: StagePlacement, ring: Axis | None
         mesh.dp_replica,
         mesh.dp_gather,
         mesh.embedding,
-        *(axis for axis in (mesh.cp_heads, mesh.cp_keys) if axis is not None),
+        *(axis for axis in (mesh.cp_heads, mesh.cp_keys, mesh.ep) if axis is not None),
+        *(() if mesh.experts is None else mesh.experts.all),
     )
     use_once(axes, mesh.device)
     if mesh.cp_heads is not None:

@@ -15,7 +15,8 @@ from megatron_llama.model.plan.run_params import rank_units
 
 def rank_specs(config: Config, mesh: Mesh) -> list[ParamSpec]:
     """Return every parameter of this process."""
-    stages = rank_units(config, rank=mesh.pp.rank, tp_rank=mesh.tp.rank)
+    ep_rank = 0 if mesh.ep is None else mesh.ep.rank
+    stages = rank_units(config, rank=mesh.pp.rank, tp_rank=mesh.tp.rank, ep_rank=ep_rank)
     return [spec for units in stages for unit in units for spec in unit.params]
 
 

@@ -60,8 +60,9 @@ def build_optimizer(
         if (problem := chunk_problem(options, bucket_plans, dp=dp)) is not None:
             raise ConfigError(problem)
     # Only Muon needs those of its neighbours: it makes matrices whole over tp.
+    ep_rank = 0 if mesh.ep is None else mesh.ep.rank
     tp_bucket_plans = [
-        rank_bucket_plan(config, dp=dp, tp_rank=rank, rank=mesh.pp.rank)
+        rank_bucket_plan(config, dp=dp, tp_rank=rank, rank=mesh.pp.rank, ep_rank=ep_rank)
         for rank in (range(mesh.tp.size) if options.rule == MUON else (mesh.tp.rank,))
     ]
     return build_engine(

@@ -68,8 +68,8 @@ class Given:
 
 def processes_of(parsed: Parsed, asked: int) -> tuple[int, str]:
     """Return the number of processes of the run, and a sentence if it was not given. The number is
-    ``asked``, else that of the YAML's launch block, else enough for two data-parallel ranks if a
-    step has samples for them."""
+    ``asked``, else that of the YAML's launch block, else enough for two data-parallel ranks, or for
+    those that divide experts, if a step has samples for them."""
     launch = parsed.get(LaunchConfig)
     if asked or launch.nodes * launch.gpus_per_node:
         return asked or launch.nodes * launch.gpus_per_node, ""
@@ -81,8 +81,9 @@ def processes_of(parsed: Parsed, asked: int) -> tuple[int, str]:
         * parallel.pipeline_model_parallel_size
     )
     # A size of 0 is refused later, with the name of its option.
-    shared = training.global_batch_size % (2 * max(1, training.micro_batch_size)) == 0
-    world_size = model_parallel * 2 if shared else model_parallel
+    ranks = max(2, parallel.expert_model_parallel_size)
+    shared = training.global_batch_size % (ranks * max(1, training.micro_batch_size)) == 0
+    world_size = model_parallel * ranks if shared else model_parallel
     said = "--world-size is not given, and there is no launch: block"
     return world_size, f"note: {said}: taken for {counted(world_size, 'process', 'processes')}"
 

@@ -157,6 +157,7 @@ def axes_of(case: Case) -> Iterator[tuple[str, Case]]:
         size(f"{axis}_parallel_size") for axis in ("tensor_model", "pipeline_model", "context")
     )
     dp = case.world_size // (tp * pp * cp)
+    whole_experts = {"expert_model_parallel_size": 1}
     one_chunk: dict[str, object] = {
         "virtual_pipeline_model_parallel_size": 1,
         "pipeline_layer_split": (),
@@ -186,8 +187,12 @@ def axes_of(case: Case) -> Iterator[tuple[str, Case]]:
         yield "pipeline parallelism", without({"pipeline_model_parallel_size": 1, **one_chunk}, pp)
     micro = size("micro_batch_size")
     batch = size("global_batch_size") if options.get("global_batch_size") else micro * dp
+    divides_experts = size("expert_model_parallel_size") > 1
+    if divides_experts:
+        yield "expert parallelism", without(whole_experts)
     if dp > 1:
-        yield "data parallelism", without({"global_batch_size": batch}, dp)
+        alone = {"global_batch_size": batch} | (whole_experts if divides_experts else {})
+        yield "data parallelism", without(alone, dp)
     if dp * cp > 1 and options.get("data_parallel_shard_size"):
         yield "replicas of shards", without({"data_parallel_shard_size": 0})
     if any(has(name, value) for name, value in slots.items()):

@@ -10,7 +10,7 @@ from megatron_llama.config.schema import Config
 from megatron_llama.errors import counted
 from megatron_llama.model.windows import layer_windows
 from megatron_llama.prove.small_model import chunks_reached, kinds_of_blocks
-from megatron_llama.prove.small_run import has_hybrid_shards
+from megatron_llama.prove.small_run import has_equal_experts, has_hybrid_shards
 from megatron_llama.prove.world import ENOUGH, World
 
 AXES: Mapping[str, str] = MappingProxyType(
@@ -27,7 +27,7 @@ def needs_of(yours: Config, world: World) -> dict[str, int]:
     """Return the ranks that an axis needs to show everything it does, if two are too few: for a
     pipeline rank between two others; a ring that passes on received chunks; groups that exchange
     heads, and a ring of groups; as many chunks of a sequence as a window reaches; shards of several
-    ranks that are replicated."""
+    ranks that are replicated; experts that several ranks hold, and others do not."""
     needs = {"pp": 3, "cp": 3 if _passes_on(yours, world) else 2}
     reach = _reach(yours, world)
     if yours.parallel.head_ranks:
@@ -37,6 +37,8 @@ def needs_of(yours: Config, world: World) -> dict[str, int]:
         needs["cp"] = max(needs["cp"], min(ENOUGH, -(-reach // 2) + 1))
     if has_hybrid_shards(yours, world) and not world.dp > 1 < world.cp:
         needs["dp" if world.dp > 1 else "cp"] = 4
+    if has_equal_experts(yours, world):
+        needs["dp"] = 4
     return {axis: min(need, world.sizes[axis]) for axis, need in needs.items()}
 
 
@@ -107,6 +109,13 @@ def reasons_of(
     elif not has_hybrid_shards(small, here):
         some = owner(lambda case: case.replicas >= 4, 4)
         reasons["data_parallel_shard_size"] = f"one shard for each rank; {some} replicas of shards"
+    if here.dp == 1:
+        reasons["expert_model_parallel_size"] = "another case has it"
+    elif has_equal_experts(yours, world) and not has_equal_experts(small, here):
+        some = owner(lambda case: case.dp >= 4, 4)
+        reasons["expert_model_parallel_size"] = (
+            f"each rank has other experts; {some} several that have the same"
+        )
     kinds, kinds_here = (len(set(kinds_of_blocks(config))) for config in (yours, small))
     if kinds_here < kinds:
         some = f"{kinds_here} of {counted(kinds, 'kind')} of blocks"

@@ -30,6 +30,7 @@ from megatron_llama.train.setup.resolve import assemble, check
 
 RESUME, RESHARD = "resume", "reshard"
 LAYOUTS: tuple[Mapping[str, object], ...] = (
+    {"expert_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads"},
     {
         "pipeline_model_parallel_size": 2,
         "data_parallel_sharding_strategy": "optim_grads_params",
@@ -183,7 +184,7 @@ def rows_of_reshard(runs: Runs, case: Case, until: int) -> Iterator[Row]:
 def _named(case: Case) -> str:
     if case.world_size == 1:
         return "one process"
-    axes = {"tensor_model": "tp", "pipeline_model": "pp", "context": "cp"}
+    axes = {"tensor_model": "tp", "pipeline_model": "pp", "context": "cp", "expert_model": "ep"}
     sizes = [
         f"{short}{case.options[f'{axis}_parallel_size']}"
         for axis, short in axes.items()

@@ -42,6 +42,7 @@ from megatron_llama.prove.small_run import (
     small_blend,
     small_buffers,
     small_context,
+    small_division,
     small_intervals,
     small_length_of_samples,
     small_schedule,
@@ -133,9 +134,11 @@ def _sizes(given: Given, here: World) -> dict[str, Any]:
     )
     blocks = blocks_here(yours, stages["num_hidden_layers"])
     types = tuple(yours.model.layer_types[block] for block in blocks if yours.model.layer_types)
+    ep = small_division(yours, world, here)
     values: dict[str, Any] = {
         **heads,
-        **_experts(yours.model, blocks, heads),
+        **_experts(yours.model, blocks, heads, ep),
+        "expert_model_parallel_size": ep,
         **stages,
         **positions,
         **context,
@@ -154,9 +157,11 @@ def _sizes(given: Given, here: World) -> dict[str, Any]:
     return {**values, "freeze": small_freeze(yours, model, blocks)}
 
 
-def _experts(model: ModelConfig, blocks: Sequence[int], heads: Mapping[str, Any]) -> dict[str, Any]:
+def _experts(
+    model: ModelConfig, blocks: Sequence[int], heads: Mapping[str, Any], ep: int
+) -> dict[str, Any]:
     """Return the options of experts, with the width that the family gives them."""
-    values = small_experts(model, blocks, heads["hidden_size"])
+    values = small_experts(model, blocks, heads["hidden_size"], ep)
     if not values:
         return {}
     rules = FAMILIES[model.model_type].derived

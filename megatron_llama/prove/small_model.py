@@ -132,12 +132,15 @@ def _rotates(factor: float, head_dim: int, yours: int) -> bool:
     )
 
 
-def small_experts(model: ModelConfig, blocks: Sequence[int], hidden: int) -> dict[str, Any]:
+def small_experts(
+    model: ModelConfig, blocks: Sequence[int], hidden: int, ep: int
+) -> dict[str, Any]:
     """Return options of few narrow experts, and the dense blocks among ``blocks`` of yours. A token
-    has one or several, some or all of them, as yours. ``hidden``: the small hidden_size."""
+    has one or several, some or all of them, as yours. ``hidden``: the small hidden_size; ``ep``:
+    ranks that divide the experts."""
     if not model.num_experts:
         return {}
-    experts = min(model.num_experts, MOST_EXPERTS)
+    experts = -(-min(model.num_experts, MOST_EXPERTS) // ep) * ep
     chosen = min(model.num_experts_per_tok, experts // 2)
     if model.num_experts_per_tok == model.num_experts:
         chosen = experts

@@ -166,6 +166,20 @@ def small_context(yours: Config, here: World) -> dict[str, Any]:
     }
 
 
+def small_division(yours: Config, world: World, here: World) -> int:
+    """Return the ranks that divide experts among them: as in yours all data-parallel ranks, or
+    some, so that several hold the same experts."""
+    ep = yours.parallel.expert_model_parallel_size
+    if ep == 1 or here.dp == world.dp:
+        return ep
+    return 2 if has_equal_experts(yours, world) and here.dp % 2 == 0 else here.dp
+
+
+def has_equal_experts(yours: Config, world: World) -> bool:
+    """Whether ranks divide experts among them, and several hold the same."""
+    return 1 < yours.parallel.expert_model_parallel_size < world.dp
+
+
 def small_batch(yours: Config, world: World, here: World) -> dict[str, Any]:
     """Return the sizes of batches. As in yours, a microbatch has one sample or several, and has the
     same relation to the pipeline ranks. A growing batch grows within the first steps."""

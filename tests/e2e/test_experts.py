@@ -17,24 +17,30 @@ EXPERTS: dict[str, object] = {
 }  # fmt: skip
 """With that eps Adam does not turn a gradient that is all rounding into a whole step."""
 LAST = "iter_0000006"
+DIVIDED = Layout(4, {"expert_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads_params"})
+ALONE = Layout(4, {"expert_model_parallel_size": 4, "data_parallel_sharding_strategy": "no_shard"})
+"""Each expert has two ranks, or one."""
 SHARDED = Layout(2, {**DP2.options, "data_parallel_sharding_strategy": "optim_grads_params"})
 
 
 @pytest.mark.long
+@pytest.mark.tries("expert_model_parallel_size")
 def test_from_the_first_step_to_the_export(product: Product, tmp_path: Path) -> None:
     """Each pair of layouts stops at step 3 and goes on: in the same layout the run is the unbroken one to the bit, in others but for rounding."""
-    product.train(TP2, save=tmp_path / "straight", **EXPERTS)
-    product.train(TP2, save=tmp_path / "run", train_iters=3, **EXPERTS)
-    product.train(TP2, save=tmp_path / "run", load=tmp_path / "run", **EXPERTS)
-    assert exact_curve(tmp_path / "run") == exact_curve(tmp_path / "straight")
-    assert_same_state(tmp_path / "run" / LAST, tmp_path / "straight" / LAST)
+    for layout, run in ((DIVIDED, "divided"), (TP2, "run")):
+        straight = tmp_path / "straight" / run
+        product.train(layout, save=straight, **EXPERTS)
+        product.train(layout, save=tmp_path / run, train_iters=3, **EXPERTS)
+        product.train(layout, save=tmp_path / run, load=tmp_path / run, **EXPERTS)
+        assert exact_curve(tmp_path / run) == exact_curve(straight)
+        assert_same_state(tmp_path / run / LAST, straight / LAST)
 
-    for layout, until in ((SHARDED, 2), (PP2, 4), (TP2, 6)):
+    for layout, until in ((SHARDED, 1), (DIVIDED, 2), (PP2, 3), (ALONE, 5), (TP2, 6)):
         product.train(layout, save=tmp_path / "moved", load=tmp_path / "moved", train_iters=until, **EXPERTS)
-    for found, expected in zip(exact_curve(tmp_path / "moved"), exact_curve(tmp_path / "straight"), strict=True):
+    for found, expected in zip(exact_curve(tmp_path / "moved"), exact_curve(tmp_path / "straight" / "run"), strict=True):
         assert found[:2] == expected[:2]
         assert found[2] == pytest.approx(expected[2], rel=1e-6) and found[3] == pytest.approx(expected[3], rel=2e-5)
-    ours, theirs = state(tmp_path / "moved" / LAST), state(tmp_path / "straight" / LAST)
+    ours, theirs = state(tmp_path / "moved" / LAST), state(tmp_path / "straight" / "run" / LAST)
     names = [name for name in theirs if not name.startswith("optimizer.")]
     assert sum(".experts." in name for name in names) == 3 * 4 * 3
     for name in names:

@@ -43,6 +43,7 @@ from tests.engine.test_moments import MomentLayout
 from tests.engine.test_muon import MuonLayout
 from tests.engine.test_param_groups import GroupLayout
 from tests.engine.test_schedule_free import AveragedLayout
+from tests.model.test_activation_memory import EXPERTS, Run
 from tests.parallel.cases import STRATEGIES, Layout, Strategy
 from tests.parallel.test_zenflow import EVERY, FOUR, OVERLAP, zen
 
@@ -123,6 +124,9 @@ def check(config: Config, world: int, rank: int, monkeypatch: pytest.MonkeyPatch
     return found
 
 
+SPARSE = tuple((EXPERTS | {"decoder_sparse_step": 2}).items())
+
+
 def layouts() -> Iterator[Layout]:
     """Every option that changes what is allocated."""
     for strategy in STRATEGIES:
@@ -140,6 +144,8 @@ def layouts() -> Iterator[Layout]:
         yield Layout(tp=4, kv_heads=2, dp=2, strategy=strategy, bf16=True)
         yield Layout(pp=2, dp=2, strategy=strategy, tied=True, microbatches=4, bf16=True, reduce_bf16=True)
         yield Layout(pp=2, dp=2, strategy=strategy, virtual=2, schedule="interleaved", microbatches=4)
+        yield Run(dp=4, ep=2, strategy=strategy, bf16=True, reduce_bf16=True, fields=SPARSE)
+        yield Run(tp=2, sp=True, dp=3, ep=3, strategy=strategy, reduce_bf16=True, fields=SPARSE)
         yield Layout(dp=2, strategy=strategy, bucket=10**9, reduce_bf16=True)
         yield Layout(dp=2, strategy=strategy, bf16=True, offload=EXACT, reduce_bf16=True)
         yield Layout(dp=2, strategy=strategy, bf16=True, offload=replace(EXACT, optimizer_offload_fraction=0.4))

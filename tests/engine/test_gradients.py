@@ -67,12 +67,10 @@ class Backward:
         self.reduced: list[int] = []
         self.buckets = GradientBuckets(
             self.bucket_plan,
-            shard_axis=mesh.dp_shard,
-            replica_axis=mesh.dp_replica,
+            mesh,
             reduce_every_microbatch=plan.reduce_every_microbatch,
             dtype=torch.float32,
             wire=wire,
-            device=torch.device("cpu"),
             stream=open_stream(torch.device("cpu"), inline=mesh.dp.size == 1),
             chunk_bytes=10_000,
             reduced=self.reduced.append,

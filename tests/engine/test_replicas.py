@@ -11,6 +11,7 @@ from megatron_llama.errors import TrainingError
 from megatron_llama.launch.launcher import Place
 
 from tests.harness import Cluster
+from tests.model.test_activation_memory import EXPERTS, Run
 from tests.parallel.cases import Layout, trainer
 
 DP3 = Layout(dp=3, bucket=20_000)
@@ -25,6 +26,11 @@ LAYOUTS: Mapping[str, tuple[Layout, dict[str, set[str]]]] = {
     "key and value heads": (Layout(tp=4, kv_heads=2), {"tp": MOMENTS, "kv": MOMENTS}),
     "tied": (Layout(pp=2, tied=True, bf16=True), {"embedding": MOMENTS}),
     "frozen": (Layout(dp=2, strategy="optim_grads_params", freeze=("model.layers.*",)), GATHERED),
+    "experts": (Run(dp=4, ep=2, fields=tuple(EXPERTS.items())), {**GATHERED, "expert_dp": {"gathered"}}),
+    "experts, no shards": (
+        Run(dp=4, ep=2, strategy="no_shard", fields=tuple(EXPERTS.items())),
+        {"dp": {"gathered", *MOMENTS}, "expert_dp": {"gathered", *MOMENTS}},
+    ),
     "everything": (
         Layout(tp=2, sp=True, pp=2, dp=2, tied=True, strategy="optim_grads"),
         {**GATHERED, "tp": MOMENTS, "embedding": MOMENTS},
@@ -77,6 +83,7 @@ FLIPS = [
     (LAYOUTS["tp"][0], 1, "tp", "master", "rank 0"),
     (LAYOUTS["key and value heads"][0], 3, "kv", "exp_avg_sq", "rank 2"),
     (Layout(pp=2, tied=True), 1, "embedding", "master", "rank 0"),
+    (LAYOUTS["experts, no shards"][0], 3, "expert_dp", "exp_avg", "rank 1"),
 ]
 
 

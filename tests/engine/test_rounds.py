@@ -74,12 +74,10 @@ class Bench:
         self.final: list[int] = []
         self.buckets = GradientBuckets(
             self.plan,
-            shard_axis=mesh.dp_shard,
-            replica_axis=mesh.dp_replica,
+            mesh,
             reduce_every_microbatch=found.reduce_every_microbatch and not find_unused,
             dtype=torch.float32,
             wire=None,
-            device=CPU,
             stream=stream or open_stream(CPU, inline=mesh.dp.size == 1),
             chunk_bytes=100,
             reduced=self.final.append,

@@ -83,6 +83,30 @@ def test_weight_gradients(shape: tuple[tuple[int, ...], int, int], dtype: torch.
     assert error(view, expected) <= 2e-6
 
 
+@pytest.mark.parametrize("torchs", [False, True], ids=["Triton", "torch's grouped product"])
+@EACH_DTYPE
+def test_rows_of_experts_elsewhere_are_left_alone(dtype: torch.dtype, torchs: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stand behind those of the last expert here, and hold anything."""
+    sizes, width, depth = SHAPES["parts of tiles"]
+    count = len(sizes)
+    experts = torch.cat([torch.arange(count).repeat_interleave(torch.tensor(sizes)), torch.full((90,), count)])
+    shuffled = experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(1))]
+    groups = rows.sorted_rows(shuffled[:, None].to(device), count, torch.float32, divided=True)
+    assert groups.sizes is None and groups.elsewhere is not None and len(groups.order) == len(experts) > sum(sizes) == int(groups.ends[-1])
+    monkeypatch.setattr(rows, "_has_grouped_kernel", lambda *tensors: torchs and dtype is torch.bfloat16)
+    x = draw(len(experts), depth, seed=1, device=device, dtype=dtype)
+    grad = draw(len(experts), width, seed=2, device=device, dtype=dtype)
+    x[sum(sizes) :] = torch.nan
+    grad[sum(sizes) :] = torch.nan
+    weights = draw(count, width, depth, seed=3, device=device, dtype=dtype)
+    found = rows.linear(x, weights, groups)
+    expected = torch.cat([x[part].double() @ weights[expert].double().t() for expert, part in enumerate(parts(sizes))])
+    assert found.shape == (len(experts), width) and error(found[: sum(sizes)], expected) <= max(torch.finfo(dtype).eps, 2e-6)
+    view = torch.full((count, width, depth), torch.nan, device=device)
+    rows.accumulate(view, 0.0, grad, x, groups)
+    assert error(view, torch.stack([grad[part].double().t() @ x[part].double() for part in parts(sizes)])) <= 2e-6
+
+
 class NothingAsked(TorchDispatchMode):
     """Refuses the operators by which the host would learn what is on the device."""
 

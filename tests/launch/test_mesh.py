@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -162,6 +163,41 @@ def test_ranks_that_share_a_key_value_head_are_neighbours(cluster: Cluster) -> N
     for rank, found in enumerate(cluster.run(8, build, Case(tp=8, kv_heads=2))):
         first = rank // 4 * 4
         assert found.axes["kv"] == (rank % 4, tuple(range(first, first + 4)))
+
+
+def divided(place: Place, config: Config) -> dict[str, tuple[int, ...]]:
+    """The ranks of the axes of experts."""
+    mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+    assert mesh.ep is not None and mesh.experts is not None
+    same = mesh.experts
+    found = {"ep": mesh.ep, "dp": same.dp, "shard": same.shard, "replica": same.replica, "gather": same.gather}
+    for axis in found.values():
+        assert axis.ranks[axis.rank] == place.rank and (axis.group is None) == (axis.size == 1)
+    close_mesh()
+    return {name: axis.ranks for name, axis in found.items()}
+
+
+@pytest.mark.parametrize(("dp", "cp", "tp", "ep", "strategy"), [(4, 1, 2, 2, "optim"), (4, 2, 1, 2, "optim_grads_params"), (6, 1, 1, 3, "no_shard"), (2, 2, 2, 2, "optim")])
+def test_neighbours_divide_experts(dp: int, cp: int, tp: int, ep: int, strategy: Any, cluster: Cluster) -> None:
+    """Of the data-parallel ranks, with the same part of the sequence. Every ``ep``-th one has the same experts, whatever its part."""
+    case = Case(1, dp, cp, tp, strategy=strategy).config
+    config = replace(case, parallel=replace(case.parallel, expert_model_parallel_size=ep))
+    for rank, found in enumerate(cluster.run(dp * cp * tp, divided, config)):
+        replica, part, tensor = rank // (cp * tp), rank // tp % cp, rank % tp
+        first = replica // ep * ep
+        assert found["ep"] == tuple((first + number) * cp * tp + part * tp + tensor for number in range(ep))
+        same = tuple((r * cp + c) * tp + tensor for r in range(replica % ep, dp, ep) for c in range(cp))
+        sharded = strategy != "no_shard"
+        assert found["dp"] == same
+        assert found["shard"] == found["gather"] == (same if sharded else (rank,))
+        assert found["replica"] == ((rank,) if sharded else same)
+
+
+def test_experts_that_do_not_divide() -> None:
+    config = Case(dp=3).config
+    config = replace(config, parallel=replace(config.parallel, expert_model_parallel_size=2))
+    with pytest.raises(ClusterError, match="expert parallel size: got 2, expected a divisor of the 3 data-parallel ranks"):
+        build_mesh(config, rank=0, world_size=3, device=torch.device("cpu"))
 
 
 def test_a_world_that_does_not_factor() -> None:

@@ -158,6 +158,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "experts in every second block": EXPERTS | {"decoder_sparse_step": 2, "norm_topk_prob": True, "qk_norm": "head"},
 }
 PLAIN = [Run(), Run(tp=2, sp=True), Run(tp=2, kv_heads=1), Run(cp=2)]
+DIVIDED = [Run(dp=2, ep=2), Run(tp=2, sp=True, dp=2, ep=2), Run(dp=3, ep=3)]
+"""The last ranks have two experts each, for all that a token may have."""
 SPREAD = [
     *PLAIN,
     Run(kv_heads=4),
@@ -173,6 +175,7 @@ SPREAD = [
     Run(tp=2, recompute_layers="3"),
     *(replace(run, lora=4) for run in (Run(), Run(tp=2), Run(tp=2, sp=True), Run(tp=2, kv_heads=1, sp=True))),
     *(replace(run, fields=tuple(fields.items())) for fields in FIELDS.values() for run in PLAIN),
+    *(replace(run, fields=tuple((EXPERTS | {"num_experts_per_tok": 3}).items())) for run in DIVIDED),
     *(replace(run, fields=(("num_labels", 1),)) for run in PLAIN if run.kv_heads == 2),
 ]
 

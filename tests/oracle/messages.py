@@ -13,6 +13,7 @@ from math import ceil
 
 from megatron_llama.config.schema import Config
 from megatron_llama.engine.plan.buckets import BucketKind
+from megatron_llama.model.plan.experts import is_sparse
 from megatron_llama.model.plan.params import kv_copies, padded_vocab_size
 from megatron_llama.train.setup.memory import MemoryPlan
 
@@ -49,8 +50,13 @@ class _Step:
         """Bytes of the residual stream of all tokens that tp ranks share."""
         self.again = 0
         """Blocks that are computed once more in backward."""
+        layers = [self.partition.layers[stage] for stage in self.stages]
         if self.parallel.recompute_granularity == "full":
-            self.again = sum(min(plan.recompute_layers(), len(self.partition.layers[stage])) for stage in self.stages)
+            self.again = sum(len(own[: plan.recompute_layers()]) for own in layers)
+        sparse = [[is_sparse(config.model, layer) for layer in own] for own in layers]
+        self.sparse = sum(map(sum, sparse))
+        """Blocks with experts, and (``sparse_again``) those of them that are computed once more."""
+        self.sparse_again = sum(sum(own[: plan.recompute_layers()]) for own in sparse) if self.again else 0
         self.calls = Counter[tuple[str, str]]()
         self.bytes = Counter[tuple[str, str]]()
 
@@ -72,6 +78,8 @@ class _Step:
                 self.cross_entropy()
             if self.shape.cp > 1:
                 self.context_parallel()
+            if self.parallel.expert_model_parallel_size > 1:
+                self.dispatch()
             self.pipeline()
         self.data_parallel()
         self.norm()
@@ -91,9 +99,10 @@ class _Step:
         and the input gathered again for the weight gradient. The input of a head in chunks is there
         anyway."""
         head = 1 if self.plan.in_chunks else 2
-        gathers = 6 * self.blocks + 2 * self.again + self.first + head * self.last
-        self.add("tp", "all_gather", self.hidden, gathers)
-        self.add("tp", "reduce_scatter", self.hidden, 4 * self.blocks + 2 * self.again + self.first + self.last)
+        # Experts are the half of a block without messages over tp.
+        halves, again = 2 * self.blocks - self.sparse, 2 * self.again - self.sparse_again
+        self.add("tp", "all_gather", self.hidden, 3 * halves + again + self.first + head * self.last)
+        self.add("tp", "reduce_scatter", self.hidden, 2 * halves + again + self.first + self.last)
         # Forward both are in pieces, and backward the gradient of a row-parallel layer's outputs.
         self.cut("all_gather", 4 * self.blocks + 2 * self.again, rows=self.rows // self.shape.tp)
         self.cut("reduce_scatter", 2 * (self.blocks + self.again), rows=self.rows // self.shape.tp)
@@ -155,6 +164,20 @@ class _Step:
             self.add(axis, operation, values, passes * (cp - 1))
             self.add(axis, operation, gradients, self.blocks * (cp - 1))
 
+    def dispatch(self) -> None:
+        """Of the tokens of all ranks that divide the experts: forward they are gathered, and their experts with weights in one message, and
+        outputs are summed; backward the conjugates of these, and the tokens gathered again. Experts travel as wide as weights."""
+        model = self.config.model
+        tokens = self.parallel.expert_model_parallel_size * self.shape.tokens
+        tokens //= self.shape.tp if self.parallel.sequence_parallel else 1
+        stream = tokens * model.hidden_size * self.shape.itemsize
+        weights = tokens * model.num_experts_per_tok * self.shape.fp32_itemsize
+        forward, backward = self.sparse + self.sparse_again, self.sparse
+        self.add("ep", "all_gather", stream, forward + 2 * backward)
+        self.add("ep", "all_gather", 2 * weights, forward)
+        self.add("ep", "reduce_scatter", stream, forward + backward)
+        self.add("ep", "reduce_scatter", weights, backward)
+
     def pipeline(self) -> None:
         """One activation and one gradient over every boundary between stages of different ranks;
         apart from the others where virtual stages lead from a later rank to an earlier one."""
@@ -174,7 +197,15 @@ class _Step:
         """Reductions and gathers of buckets; sums of shards over replicas."""
         traffic = self.plan.traffic(self.rank)
         layout = self.plan.bucket_plans[self.rank]
-        trained = sum(bucket.kind.trainable for bucket in layout.buckets)
+        if traffic.experts is not None:
+            sharded = traffic.experts.shards > 1
+            operation, size = ("reduce_scatter", traffic.experts.reduction_bytes) if sharded else ("all_reduce", traffic.experts.replica_bytes)
+            if sharded or traffic.experts.replicas > 1:
+                self.calls["expert_dp", operation] += traffic.experts.reductions if sharded else sum(bucket.kind.ep > 1 for bucket in layout.buckets)
+                self.bytes["expert_dp", operation] += size
+                self.calls["expert_dp_gather", "all_gather"] += traffic.experts.gathers
+                self.bytes["expert_dp_gather", "all_gather"] += traffic.experts.gather_bytes
+        trained = sum(bucket.kind.trainable and bucket.kind.ep == 1 for bucket in layout.buckets)
         if traffic.shards > 1:
             axis = "dp" if traffic.replicas == 1 else "dp_shard"
             self.calls[axis, "reduce_scatter"] += traffic.reductions

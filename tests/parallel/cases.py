@@ -70,6 +70,7 @@ class Layout:
     cp: int = 1
     virtual: int = 1
     sp: bool = False
+    ep: int = 1
     tp_comm: str = "0"
     """Pieces of the messages of tensor-parallel layers."""
     cp_comm: Literal["all_gather", "ring", "a2a", "a2a+p2p"] = "all_gather"
@@ -137,7 +138,7 @@ class Layout:
     @property
     def name(self) -> str:
         """What differs from one process."""
-        words = [f"{axis}{size}" for axis in ("tp", "cp", "pp", "dp") if (size := getattr(self, axis)) > 1] or ["one process"]
+        words = [f"{axis}{size}" for axis in ("tp", "cp", "pp", "dp", "ep") if (size := getattr(self, axis)) > 1] or ["one process"]
         words += ["sp"] * self.sp + ([f"tp in {self.tp_comm} pieces"] if self.tp_comm != "0" else []) + ([self.cp_comm] if self.cp > 1 else []) + ([self.strategy] if self.dp * self.cp > 1 else [])
         words += [f"{self.slots} slots"] if self.slots != "default" else []
         words += [f"{self.grad_slots} gradient slots"] if self.grad_slots != 2 else []
@@ -165,6 +166,7 @@ class Layout:
             cp_comm_type=self.cp_comm,
             hierarchical_context_parallel_sizes=(2, self.cp // 2) if self.cp_comm == "a2a+p2p" else (),
             sequence_parallel=self.sp,
+            expert_model_parallel_size=self.ep,
             tp_comm_overlap=self.tp_comm,
             pipeline_schedule=self.schedule,
             virtual_pipeline_model_parallel_size=self.virtual,
@@ -234,7 +236,7 @@ class Record:
     parameters: str = ""
     """Digest of all compute parameters of this rank."""
     dp_line: tuple[int, ...] = ()
-    """Context-parallel ones included: the ranks whose compute parameters must be the same."""
+    """Context-parallel ones included: the ranks whose compute parameters must be the same, those of experts too."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,7 @@ def record(run: Trainer, steps: Sequence[tuple[Tensor, Tensor]]) -> Record:
         norms=tuple(norm.item() for _, norm in steps),
         pieces=tuple(pieces),
         parameters=digest(parameter for _, parameter in whole_parameters(run)),
-        dp_line=run.mesh.dp.ranks,
+        dp_line=(run.mesh.dp if run.mesh.experts is None else run.mesh.experts.dp).ranks,
     )
 
 

@@ -16,8 +16,9 @@ from megatron_llama.launch.launcher import Place
 from megatron_llama.launch.mesh import build_mesh
 
 from tests.harness import Cluster, WorkerError
+from tests.model.families.twins import FamilyLayout
 from tests.nccl_transport import installed
-from tests.parallel.cases import Layout, Record, Reference, merged, record, trainer
+from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, Layout, Record, Reference, deviation, merged, record, trainer
 
 TRAINED = [
     Layout(pp=2, schedule="zb-v"),
@@ -55,6 +56,24 @@ def test_a_layout_trains_by_the_rules_of_nccl(references: Callable[[Layout], Ref
     assert row.holds, row
     assert all(evaluated == records[0].losses[0] for _, evaluated in found)
     merged(records)
+
+
+DIVIDED = [
+    FamilyLayout(family="mixtral", dp=4, ep=2, strategy="optim_grads_params", microbatches=2),
+    FamilyLayout(family="mixtral", tp=2, sp=True, pp=2, dp=2, ep=2, schedule="zb-h1", microbatches=4, strategy="optim_grads"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", DIVIDED, ids=lambda layout: layout.name)
+def test_ranks_that_divide_experts_train_by_the_rules_of_nccl(cluster: Cluster, layout: FamilyLayout) -> None:
+    """Tokens to their experts, and two kinds of buckets, between all other messages."""
+    found = cluster.run(layout.world_size, train, replace(layout, steps=STEPS))
+    [(alone, _)] = cluster.run(1, train, replace(layout.reference, steps=STEPS))
+    for trained, evaluated in found:
+        assert deviation(trained.losses, alone.losses) < LOSS_BOUND and deviation(trained.norms, alone.norms) < NORM_BOUND
+        assert evaluated == pytest.approx(alone.losses[0], rel=LOSS_BOUND)
+    merged([trained for trained, _ in found])
 
 
 def unconnected(place: Place, layout: Layout, evaluates: bool) -> float:

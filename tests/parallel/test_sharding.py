@@ -403,7 +403,8 @@ def receive_bytes(place: Place, layout: Layout) -> int:
     old = run.optimizer.gradients
     with Made():
         slots = {bucket: old.bucket_plan.gradient_slots[bucket] for bucket in old.trainable}
-        BucketExchanges(old._unsharded, old._parts, old.shards, slots, run.mesh.dp_shard, run.mesh.dp_replica, _wire(layout), 1 << 20)
+        axes = {bucket: run.mesh.data_axes(old.bucket_plan.buckets[bucket].kind) for bucket in old.trainable}
+        BucketExchanges(old._unsharded, old._parts, old.shards, slots, axes, _wire(layout), 1 << 20)
     return sum(tensor.untyped_storage().nbytes() for tensor in made)
 
 

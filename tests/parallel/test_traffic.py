@@ -11,6 +11,8 @@ import torch
 from megatron_llama.engine.plan.buckets import Bucket, BucketPlan
 from megatron_llama.engine.plan.overlap import gathered_during_backward, updated_during_backward
 from megatron_llama.launch.launcher import Place
+from megatron_llama.model.plan.dispatch import dispatch_messages
+from megatron_llama.model.plan.experts import is_sparse
 from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
 from megatron_llama.planner.context_traffic import context_traffic
 from megatron_llama.planner.trace.run import trace_run
@@ -18,7 +20,7 @@ from megatron_llama.train.setup.memory import MemoryPlan, peak_of
 from torch import Tensor
 
 from tests.harness import Cluster
-from tests.model.test_activation_memory import Live, Run, Saved, storage
+from tests.model.test_activation_memory import EXPERTS, Live, Run, Saved, storage
 from tests.oracle.messages import Messages, step_messages
 from tests.parallel.cases import STRATEGIES, Layout, Trainer, trainer
 
@@ -114,6 +116,33 @@ def assert_as_planned(layout: Layout, ranks: Sequence[Counted]) -> None:
             # A stage that only embeds keeps so little that single numbers count.
             least = 64 if 0 in layout.split else 0
             assert planned_saved(plan, counted.pp_rank) == pytest.approx(counted.saved, rel=0.01, abs=least), f"rank {rank}"
+
+
+SPARSE = tuple((EXPERTS | {"decoder_sparse_step": 2}).items())
+DIVIDED = [
+    Run(dp=4, ep=2, strategy="optim_grads_params", microbatches=2, bf16=True, fields=SPARSE),
+    Run(dp=2, ep=2, strategy="optim", recompute="selective", fields=SPARSE),
+    Run(dp=4, ep=2, strategy="no_shard", microbatches=2, fields=SPARSE),
+    Run(tp=2, sp=True, dp=2, ep=2, strategy="optim_grads", recompute="full", recompute_layers="3", fields=SPARSE),
+    Run(pp=2, dp=2, ep=2, strategy="optim_grads", microbatches=2, schedule="zb-h1", fields=SPARSE),
+    Run(dp=2, cp=2, ep=2, strategy="optim_grads_params", fields=SPARSE),
+]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("layout", DIVIDED, ids=lambda layout: layout.name)
+def test_ranks_that_divide_experts_send_what_is_planned(cluster: Cluster, layout: Run) -> None:
+    """Tokens to their experts and back, gradients and weights of experts among those that hold them, and all else as ever."""
+    ranks = cluster.run(layout.world_size, count, layout)
+    assert_as_planned(layout, ranks)
+    config = layout.sized()
+    blocks = [is_sparse(config.model, layer) for layer in range(layout.layers)]
+    planned = dispatch_messages(config)
+    if layout.recompute != "full":
+        passes = sum(blocks) * layout.microbatches
+        stages = ranks[:: layout.world_size // layout.pp]
+        found = [sum(pair[place] for one in stages for (axis, _), pair in one.traffic.items() if axis == "ep") for place in (0, 1)]
+        assert found == [passes * (planned.forward + planned.backward), passes * (planned.forward_bytes + planned.backward_bytes)]
 
 
 @pytest.mark.few(3)

@@ -47,6 +47,7 @@ from megatron_llama.model.nn.context import local_sequence
 from megatron_llama.model.nn.documents import SplitDocuments
 from megatron_llama.model.nn.embedding import VocabParallelEmbedding, _Lookup
 from megatron_llama.model.nn.linear import RowLinear, _AddBias, plain_linear
+from megatron_llama.model.nn.moe import dispatch
 from megatron_llama.model.plan import lora, params, zigzag
 from megatron_llama.model.plan.lora import LORA_A
 from megatron_llama.model.plan.params import Shapes
@@ -328,7 +329,7 @@ def weights_of_the_step_before() -> AbstractContextManager[object]:
         if bucket != self.bucket_plan.forward_order[-1]:
             return
         whole = self.unsharded[bucket]
-        own = self.bucket_plan.shard(bucket, self._axis.rank)
+        own = self.bucket_plan.shard(bucket, dist.get_rank())
         received = whole.clone()
         before = self.__dict__.get("before", received)
         whole.copy_(before)
@@ -341,8 +342,8 @@ def weights_of_the_step_before() -> AbstractContextManager[object]:
 def sent_in_bf16() -> AbstractContextManager[object]:
     """Gradients cross the wire in bfloat16, which nobody has asked for."""
 
-    def gradient_buckets(bucket_plan: Any, **options: Any) -> GradientBuckets:
-        return GradientBuckets(bucket_plan, **options | {"wire": torch.bfloat16})
+    def gradient_buckets(bucket_plan: Any, mesh: Mesh, **options: Any) -> GradientBuckets:
+        return GradientBuckets(bucket_plan, mesh, **options | {"wire": torch.bfloat16})
 
     return patch.object(engine, "GradientBuckets", gradient_buckets)
 
@@ -636,6 +637,57 @@ def documents_at_the_offset_of_the_first() -> AbstractContextManager[object]:
     return patch.object(MegatronStream, "sample", sample)
 
 
+def experts_scaled_by_ranks() -> AbstractContextManager[object]:
+    """The gradient of an expert, to which all ranks that divide the experts have sent their tokens, is multiplied by their number."""
+    correct = GradientBuckets._finalize
+
+    def complete(self: GradientBuckets, bucket: int) -> None:
+        self.shards[bucket].mul_(self.bucket_plan.buckets[bucket].kind.ep)
+        correct(self, bucket)
+
+    return patch.object(GradientBuckets, "_finalize", complete)
+
+
+def clip_counts_experts_of_one_rank() -> AbstractContextManager[object]:
+    """The gradient norm takes experts for copies over all data-parallel ranks, and counts those of the first one alone."""
+    correct = OverlappedDistributedOptimizer._take_squared_norm
+
+    def take(self: OverlappedDistributedOptimizer, bucket: int) -> Tensor:
+        squared_norm = correct(self, bucket)
+        if self.mesh.dp_replica.rank:
+            self._squared_norms[bucket].zero_()
+        return squared_norm
+
+    return patch.object(OverlappedDistributedOptimizer, "_take_squared_norm", take)
+
+
+def tokens_of_own_experts() -> AbstractContextManager[object]:
+    """The gradient of a token is what the experts on its own rank make of it: gathered tokens are taken for copies."""
+    return patch.object(dispatch, "gather_sequence", _GatheredAsCopies.apply)
+
+
+class _GatheredAsCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        full, gathering = autograd.start_all_gather(shard, axis)
+        gathering.wait()
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.axis.size)[ctx.axis.rank].clone(), None
+
+
+def router_of_own_experts() -> AbstractContextManager[object]:
+    """A router learns only from the experts of its own rank."""
+
+    def backward(ctx: Any, experts: None, grad: Tensor) -> tuple[None, Tensor, None]:
+        return None, grad.chunk(ctx.ep.size)[ctx.ep.rank].clone(), None
+
+    return patch.object(dispatch._Table, "backward", staticmethod(backward))
+
+
 SMALL: Mapping[str, object] = {
     "vocab_size": 360, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "seq_length": 32, "micro_batch_size": 4, "global_batch_size": 4, "lr": 1e-3, "weight_decay": 0.1,
@@ -664,6 +716,8 @@ PIPELINE = _case("pipeline", 2, **STAGES, **TIED)
 DATA = _case("data", 2, data_parallel_sharding_strategy="optim", micro_batch_size=1, documents=True)
 SHARDS: Mapping[str, Any] = {"data_parallel_sharding_strategy": "optim_grads", "data_parallel_shard_size": 1}
 REPLICAS = _case("replicas and offload", 2, **SHARDS, optimizer_offload="exact", micro_batch_size=2)
+CHOSEN: Mapping[str, Any] = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = _case("experts", 2, **CHOSEN, expert_model_parallel_size=2, data_parallel_sharding_strategy="no_shard", micro_batch_size=2)
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 ALONE = _case("one process", model_type="mistral", sliding_window=9, rope_scaling=LLAMA3)
 CONVERSATIONS = _case("conversations", sft=True, packing=True)
@@ -707,7 +761,7 @@ class Fault:
 
 ONE, HF = "one process", "transformers"
 SP, TP, CP, DP = "sequence parallelism", "tensor parallelism", "context parallelism", "data parallelism"
-MICRO = "microbatches"
+EP, MICRO = "expert parallelism", "microbatches"
 
 CATALOGUE: tuple[Fault, ...] = (
     Fault(norms_not_summed, "NVIDIA/Megatron-LM#1446", TENSOR, ONE, SP),
@@ -742,6 +796,10 @@ CATALOGUE: tuple[Fault, ...] = (
     Fault(replicas_not_summed, "verl-project/verl#7493", REPLICAS, ONE, "replicas of shards"),
     Fault(shards_not_zeroed, "deepspeedai/DeepSpeed#8601", REPLICAS, ONE, "sharding"),
     Fault(offloaded_gradient_of_the_step_before, "deepspeedai/DeepSpeed#1219", REPLICAS, ONE, "offload"),
+    Fault(experts_scaled_by_ranks, "NVIDIA/Megatron-LM#5956", EXPERTS, ONE, EP),
+    Fault(clip_counts_experts_of_one_rank, "NVIDIA/Megatron-LM#5916", EXPERTS, ONE, EP),
+    Fault(tokens_of_own_experts, "NVIDIA-NeMo/Automodel#1260", EXPERTS, ONE, EP),
+    Fault(router_of_own_experts, "huggingface/transformers#48687", EXPERTS, ONE, EP),
     Fault(rope_factor_of_8, "NVIDIA/Megatron-LM#6305", ALONE, HF),
     Fault(window_one_longer, "NVIDIA-NeMo/Megatron-Bridge#2656", ALONE, HF),
     Fault(norms_decay, "ServiceNow/Fast-LLM#542", ALONE, HF),

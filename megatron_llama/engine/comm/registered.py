@@ -23,7 +23,9 @@ class RegisteredMemory:
     On a host, where it is not ``wanted`` and where there are no other ranks, there is no pool."""
 
     def __init__(self, mesh: Mesh, *, wanted: bool) -> None:
-        axes = (mesh.dp_gather, mesh.dp_shard, mesh.dp_replica)
+        axes = [mesh.dp_gather, mesh.dp_shard, mesh.dp_replica]
+        if mesh.experts is not None:
+            axes += mesh.experts.all
         groups = dict.fromkeys(axis.communicator for axis in axes if axis.communicator is not None)
         if devices.is_host(mesh.device) or not wanted:
             groups = {}

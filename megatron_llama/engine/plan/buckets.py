@@ -46,6 +46,7 @@ class BucketKind:
     group: int = 0
     resident: bool = False
     muon: bool = False
+    ep: int = 1
     dtype: str = ""
     reduces_in: str = ""
 
@@ -60,6 +61,11 @@ class BucketKind:
         pass (norms of all layers, an embedding that is also the head), or too small to be gathered
         again and again (low-rank additions)."""
         return self.resident or self.tied or self.contributions > 1 or self.adapter
+
+    def shards(self, ranks: int) -> int:
+        """Return the shards of a bucket of this kind where others have ``ranks``: only every
+        ``ep``-th rank holds the same experts."""
+        return max(1, ranks // self.ep)
 
 
 @dataclass(frozen=True)
@@ -112,11 +118,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Buckets in the order in which backward completes them, each cut into ``shards`` equal
-    shards."""
+    """Buckets in the order in which backward completes them, each cut into equal shards."""
 
     buckets: tuple[Bucket, ...]
     shards: int
+    """Shards of a bucket; of experts there may be fewer (``shard_count``)."""
     forward_order: tuple[int, ...]
     """Bucket indices by first use in the forward pass: the order of updates and gathers."""
     unit_names: tuple[str, ...]
@@ -131,9 +137,13 @@ class BucketPlan:
     gathers_first: bool
     """Whether gathers are issued before reductions (``gathers_before_reductions``)."""
 
+    def shard_count(self, bucket: int) -> int:
+        """Return the shards of a bucket."""
+        return self.buckets[bucket].kind.shards(self.shards)
+
     def shard_numel(self, bucket: int) -> int:
         """Return the elements of one shard of a bucket."""
-        return self.buckets[bucket].numel // self.shards
+        return self.buckets[bucket].numel // self.shard_count(bucket)
 
     def shard(self, bucket: int, rank: int) -> slice:
         """Return the elements of a bucket that a rank owns."""
@@ -386,9 +396,10 @@ def _bucket(index: int, specs: Sequence[ParamSpec], shards: int) -> Bucket:
     for spec in specs:
         placements.append(PlacedParam(spec, at, at + spec.numel))
         at = align_up(at + spec.numel, ALIGN)
+    kind = BucketKind.of(specs[0])
     # A bucket of only empty tensors still has a shard, of padding.
-    numel = align_up(max(at, 1), shards * ALIGN)
-    return Bucket(index, BucketKind.of(specs[0]), numel, tuple(placements))
+    numel = align_up(max(at, 1), kind.shards(shards) * ALIGN)
+    return Bucket(index, kind, numel, tuple(placements))
 
 
 def _assign_slots(
@@ -400,9 +411,10 @@ def _assign_slots(
     Buckets of weight matrices share the slots of their pool, in the order of their accesses.
     Embedding and head have a pool of their own, because a common slot size would waste memory in
     one of the two pools, and it has one slot less: the embedding is not read again in backward, so
-    the head may follow it. Each group has pools of its own: a unit needs the buckets of all its
-    groups at once. Every other bucket has a slot to itself. So do buckets of shared key/value heads
-    if a bucket may hold several layers, because the last of them stays open for long."""
+    the head may follow it. Groups, and experts that ranks divide among them, have pools of their
+    own: a unit needs the buckets of all its groups at once. Every other bucket has a slot to
+    itself. So do buckets of shared key/value heads if a bucket may hold several layers, because the
+    last of them stays open for long."""
     slots = []
     users = Counter[int]()
     pools = dict[tuple[bool | int, ...], int]()
@@ -413,7 +425,8 @@ def _assign_slots(
             slots.append((OWN_SLOT_POOL, bucket.index))
             continue
         pool = pools.setdefault(
-            (end, kind.copies > 1, kind.trainable, kind.group), OWN_SLOT_POOL + 1 + len(pools)
+            (end, kind.copies > 1, kind.trainable, kind.group, kind.ep),
+            OWN_SLOT_POOL + 1 + len(pools),
         )
         slots.append((pool, users[pool] % max(1, count - end)))
         users[pool] += 1

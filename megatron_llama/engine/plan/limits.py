@@ -30,12 +30,13 @@ def keeps_fp32(kind: BucketKind) -> bool:
 def least_chunk_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -> int:
     """Return the smallest ``--exchange-chunk-bytes`` with which no message is cut into more than
     MAX_PIECES."""
-    replicas = dp // bucket_plan.shards
     messages = [(0, 1)]
     for bucket in bucket_plan.buckets:
+        shards = bucket_plan.shard_count(bucket.index)
+        replicas = dp // bucket.kind.ep // shards
         shard = bucket_plan.shard_numel(bucket.index)
         wire = options.wire_itemsize(bucket.kind.reduces_in)
-        if bucket_plan.shards > 1:
+        if shards > 1:
             itemsize = options.itemsize_of(bucket.kind.dtype)
             messages += [(shard, itemsize), (shard * bucket.kind.trainable, wire)]
         if replicas > 1 and bucket.kind.trainable:

@@ -164,12 +164,12 @@ def staging_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -
     """Return the bytes of the buffers in which a device casts gradients to the dtype in which they
     travel, if that is another one, and receives them to add them up itself; they come on top of
     ``state_bytes``. ``dp``: data-parallel ranks, context-parallel ones included."""
-    shards = bucket_plan.shards
-    replicas = dp // shards
     total = 0
-    for wire, buckets in _by_wire(options, bucket_plan):
+    for wire, ep, buckets in _by_way(options, bucket_plan):
         if wire == options.master_itemsize:
             continue
+        shards = bucket_plan.shard_count(buckets[0].index)
+        replicas = dp // ep // shards
         buffers = min(STAGED_REDUCTIONS, _slots(bucket_plan, buckets))
         largest = max(bucket.numel for bucket in buckets)
         repeated = largest // shards
@@ -183,15 +183,19 @@ def staging_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: int) -
     return total
 
 
-def _by_wire(options: EngineOptions, bucket_plan: BucketPlan) -> Iterator[tuple[int, list[Bucket]]]:
-    """Yield the trained buckets whose gradients travel in one dtype, which share the buffers of
-    messages, and the bytes of an element there."""
-    by_wire: dict[int, list[Bucket]] = {}
+def _by_way(
+    options: EngineOptions, bucket_plan: BucketPlan
+) -> Iterator[tuple[int, int, list[Bucket]]]:
+    """Yield the trained buckets whose gradients travel in one dtype along the same axes, which
+    share the buffers of messages: the bytes of an element there, the ranks that divide experts, and
+    the buckets."""
+    by_way: dict[tuple[int, int], list[Bucket]] = {}
     for bucket in bucket_plan.buckets:
         if bucket.kind.trainable:
-            wire = options.wire_itemsize(bucket.kind.reduces_in)
-            by_wire.setdefault(wire, []).append(bucket)
-    yield from by_wire.items()
+            way = options.wire_itemsize(bucket.kind.reduces_in), bucket.kind.ep
+            by_way.setdefault(way, []).append(bucket)
+    for (wire, ep), buckets in by_way.items():
+        yield wire, ep, buckets
 
 
 def _slots(bucket_plan: BucketPlan, buckets: Iterable[Bucket]) -> int:
@@ -205,10 +209,10 @@ def host_buffer_bytes(options: EngineOptions, bucket_plan: BucketPlan, *, dp: in
     staged. A GPU's backend has its own buffers. ``dp``: data-parallel ranks, context-parallel ones
     included."""
     fp32 = options.master_itemsize
-    shards = bucket_plan.shards
-    replicas = dp // shards
     total = 0
-    for wire, buckets in _by_wire(options, bucket_plan):
+    for wire, ep, buckets in _by_way(options, bucket_plan):
+        shards = bucket_plan.shard_count(buckets[0].index)
+        replicas = dp // ep // shards
         cast = wire < fp32
         if shards > 1:
             largest = max(bucket.numel for bucket in buckets)

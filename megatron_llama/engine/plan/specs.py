@@ -69,6 +69,8 @@ class ParamSpec:
     fewer than two dims, and the score of a reward model."""
     muon: bool = False
     """Whether Muon updates it, and not AdamW."""
+    ep: int = 1
+    """Neighbouring data-parallel ranks that each hold other experts."""
     dtype: str = ""
     """The dtype in which it computes, where that is not ``EngineOptions.dtype``."""
     reduces_in: str = ""

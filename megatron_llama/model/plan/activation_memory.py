@@ -10,7 +10,9 @@ storages that autograd holds. Parameters are not counted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.model.plan.chunks import HEAD_CHUNK, LOSS_CHUNK, Granularity, head_rows
@@ -56,11 +58,11 @@ class Activations:
         """Return the activations of a resolved configuration."""
         training = config.training
         parallel = config.parallel
-        kind = Activations
+        kind: Callable[..., Activations] = Activations
         if config.model.num_experts:
             from megatron_llama.model.plan.expert_memory import ExpertActivations  # of few models
 
-            kind = ExpertActivations
+            kind = partial(ExpertActivations, ep=parallel.expert_model_parallel_size)
         return kind(
             config.model,
             training.micro_batch_size,

@@ -2,10 +2,13 @@
 
 A token has as many rows as experts, whichever they are, and none is dropped. So the bytes of a
 block do not depend on what the router chooses: the formula is what is allocated, for the most
-uneven choice as for the most even one.
+uneven choice as for the most even one. Where ranks divide the experts, each has the tokens of all,
+and of each token as many rows as it can have experts here.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from megatron_llama.model.plan.activation_memory import ROTARY_BYTES, Activations
 from megatron_llama.model.plan.chunks import Granularity
@@ -18,9 +21,13 @@ END_BYTES = 4
 """The number of the row behind an expert's last."""
 
 
+@dataclass(frozen=True)
 class ExpertActivations(Activations):
     """The activations of a model in which some blocks have experts. With sequence parallelism a
     rank sends its part of the tokens through them."""
+
+    ep: int = 1
+    """Ranks that divide the experts."""
 
     def blocks(self, layers: range, granularity: Granularity) -> int:
         """Return the bytes of the blocks of some layers, dense ones and those with experts."""
@@ -48,8 +55,9 @@ class ExpertActivations(Activations):
 
     @property
     def _rows(self) -> int:
-        """Rows of all experts."""
-        return self._residual_tokens * self.model.num_experts_per_tok
+        """Rows of all experts of this rank."""
+        most = min(self.model.num_experts_per_tok, self.model.num_experts // self.ep)
+        return self.ep * self._residual_tokens * most
 
     @property
     def _width(self) -> int:
@@ -68,9 +76,16 @@ class ExpertActivations(Activations):
         return self._residual_tokens * self.model.num_experts * self.fp32_itemsize
 
     @property
+    def _places(self) -> int:
+        """Places of the table of this rank's tokens and their experts."""
+        return self._residual_tokens * self.model.num_experts_per_tok
+
+    @property
     def _routing(self) -> int:
-        """The experts of each token, their weights, and the probabilities of all."""
-        return self._rows * (INDEX_BYTES + self.fp32_itemsize) + self._logits
+        """The experts of each token, their weights, and the probabilities of all; the experts and
+        weights of the tokens of all ranks, where these divide the experts."""
+        tables = 1 if self.ep == 1 else 1 + self.ep
+        return tables * self._places * (INDEX_BYTES + self.fp32_itemsize) + self._logits
 
     def sparse_block(self, granularity: Granularity) -> int:
         """Return the bytes of one block with experts."""
@@ -91,7 +106,11 @@ class ExpertActivations(Activations):
         others = self.postponed_block(granularity) - inner
         # The gradient of the output is that of this rank's part of the tokens.
         others -= (self.tokens - self._residual_tokens) * self.model.hidden_size * self.itemsize
-        order = self._rows * INDEX_BYTES + self.model.num_experts * END_BYTES
+        order = self.ep * self._places * INDEX_BYTES
+        order += self.model.num_experts // self.ep * END_BYTES
+        if self.ep > 1:
+            # Which experts are elsewhere, and the gradients of the outputs of all ranks' tokens.
+            order += self.ep * self._places + (self.ep - 1) * self.hidden
         others += (4 if granularity == "selective" else 3) * self._shared
         return others + self._logits + 3 * self._width + order
 
@@ -103,10 +122,14 @@ class ExpertActivations(Activations):
         hidden = self._rows * self.model.hidden_size * self.itemsize
         # In fp32: products by which weights have their gradients, and sums over the experts.
         wide = width // self.itemsize * self.fp32_itemsize
-        sums = 2 * self.hidden // self.itemsize * self.fp32_itemsize
+        sums = 2 * self.ep * self.hidden // self.itemsize * self.fp32_itemsize
+        # Gathered tokens, gradients of their outputs and of themselves.
+        gathered = 3 * self.ep * self.hidden if self.ep > 1 else 0
         again = self.sparse_block("none") - self.sparse_block(recomputed)
         # Before that, a host copies both factors of a product of two dtypes to fp32.
-        experts = again + hidden + max(hidden + 5 * width + wide + sums, 3 * width + 3 * wide)
+        experts = (
+            again + gathered + hidden + max(hidden + 5 * width + wide + sums, 3 * width + 3 * wide)
+        )
         if self._shared:
             # Its backward pass comes before or behind that of the others, whose input's gradient
             # waits.

@@ -5,16 +5,18 @@ the rows of its gate, then those of up; and the rows of its output. In HuggingFa
 expert has three matrices of its own.
 
 Every tensor-parallel rank holds all of them. It sends the tokens of its part of the sequence
-through them, so that gradients of the ranks are parts of a sum.
+through them, so that gradients of the ranks are parts of a sum. With expert parallelism it holds
+those of its number among ``ep`` data-parallel ranks (``with_own_experts``), and the router whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.engine.plan.specs import HFSlice, ParamSpec
+from megatron_llama.engine.plan.specs import HFSlice, ParamSpec, UnitSpec
 from megatron_llama.model.families import FAMILIES
 from megatron_llama.model.plan.params import Shapes
 
@@ -115,3 +117,22 @@ def _shared_params(
         build(f"{prefix}.{SHARED}.gate_up_proj.weight", (2 * inner, hidden), gate_up),
         build(f"{prefix}.{SHARED}.down_proj.weight", narrow, (HFSlice(down, narrow, 0, hidden),)),
     )
+
+
+def with_own_experts(unit: UnitSpec, ep: int, rank: int) -> UnitSpec:
+    """Return the unit with those experts of its block that number ``rank`` of ``ep`` ranks has:
+    neighbours in their order. A unit without experts stays as it is."""
+    return replace(unit, params=tuple(_own(spec, ep, rank) for spec in unit.params))
+
+
+def _own(spec: ParamSpec, ep: int, rank: int) -> ParamSpec:
+    if not spec.name.endswith((GATE_UP, DOWN)):
+        return spec
+    rows = spec.shape[0] // ep
+    first = rank * rows
+    slices = tuple(
+        replace(hf_slice, row=hf_slice.row - first)
+        for hf_slice in spec.slices
+        if first <= hf_slice.row < first + rows
+    )
+    return replace(spec, shape=(rows, *spec.shape[1:]), slices=slices, ep=ep)

@@ -54,10 +54,12 @@ def whole_model_units(config: Config, *, tp: int = 1) -> tuple[UnitSpec, ...]:
 
 
 def rank_units(
-    config: Config, *, rank: int = 0, tp_rank: int = 0
+    config: Config, *, rank: int = 0, tp_rank: int = 0, ep_rank: int = 0
 ) -> tuple[tuple[UnitSpec, ...], ...]:
-    """Return the units of every stage of one pipeline rank of a resolved configuration."""
+    """Return the units of every stage of one pipeline rank of a resolved configuration. ``ep_rank``
+    is its number among those that divide experts."""
     partition = partition_of(config)
+    ep = config.parallel.expert_model_parallel_size
     tp = config.parallel.tensor_model_parallel_size
     sequence_parallel = config.parallel.sequence_parallel
     groups = param_groups(config)
@@ -78,6 +80,10 @@ def rank_units(
             tp=tp,
             sequence_parallel=sequence_parallel,
         )
+        if ep > 1:
+            from megatron_llama.model.plan.experts import with_own_experts  # of few models
+
+            units = tuple(with_own_experts(unit, ep, ep_rank) for unit in units)
         stages.append(tuple(with_groups(unit, groups) for unit in units))
     return tuple(stages)
 

@@ -104,11 +104,14 @@ def shard_count(parallel: ParallelConfig, dp: int) -> int:
     return parallel.data_parallel_shard_size or dp
 
 
-def rank_bucket_plan(config: Config, *, dp: int, tp_rank: int = 0, rank: int = 0) -> BucketPlan:
+def rank_bucket_plan(
+    config: Config, *, dp: int, tp_rank: int = 0, rank: int = 0, ep_rank: int = 0
+) -> BucketPlan:
     """Return the bucket plan of one pipeline rank (all its stages) on one tensor-parallel rank, for
-    a resolved configuration. ``dp`` counts the data-parallel ranks, context-parallel ones
-    included."""
-    units = [unit for stage in rank_units(config, rank=rank, tp_rank=tp_rank) for unit in stage]
+    a resolved configuration. ``dp`` counts the data-parallel ranks, context-parallel ones included;
+    ``ep_rank`` is the number of one of them among those that divide experts."""
+    stages = rank_units(config, rank=rank, tp_rank=tp_rank, ep_rank=ep_rank)
+    units = [unit for stage in stages for unit in stage]
     options = engine_options(config)
     shards = shard_count(config.parallel, dp)
     bucket_plan = stage_bucket_plan(units, options, shards=shards)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_llama.config.schema import Config
 from megatron_llama.engine.options import MUON
@@ -22,7 +22,9 @@ from megatron_llama.schedule import Schedule
 @dataclass(frozen=True)
 class StepTraffic:
     """Messages and bytes of one rank in one of many equal steps. Bytes are those of whole buckets,
-    as the recorder of a run counts them; ``sent`` are the bytes that leave the rank."""
+    as the recorder of a run counts them; ``sent`` are the bytes that leave the rank. Of experts
+    that ranks divide among them ``experts`` has what travels along their axes, and the other fields
+    have the rest."""
 
     gathers: int
     gather_bytes: int
@@ -36,6 +38,7 @@ class StepTraffic:
     matrix_bytes: float = 0.0
     """With Muon, the bytes that a rank sends to the owners of matrices and back, on average over
     the ranks that share buckets."""
+    experts: StepTraffic | None = None
 
     @property
     def sent(self) -> float:
@@ -46,6 +49,7 @@ class StepTraffic:
             (self.gather_bytes + self.reduction_bytes) * sharded
             + self.replica_bytes * repeated
             + self.matrix_bytes
+            + (0.0 if self.experts is None else self.experts.sent)
         )
 
 
@@ -54,31 +58,41 @@ def step_traffic(config: Config, schedule: Schedule, *, dp: int, rank: int = 0) 
     every ``auto`` decided; ``dp``: data-parallel ranks, context-parallel ones included."""
     parallel = config.parallel
     bucket_plan = rank_bucket_plan(config, dp=dp, rank=rank)
-    shards = bucket_plan.shards
-    replicas = dp // shards
     itemsize = compute_itemsize(config)
     wire = reduce_itemsize(config)
     every_microbatch = strategy_named(
         parallel.data_parallel_sharding_strategy
     ).reduce_every_microbatch
     rounds = schedule.microbatches if every_microbatch else 1
-    trained = [bucket for bucket in bucket_plan.buckets if bucket.kind.trainable]
-    elements = sum(bucket.numel for bucket in trained)
     frozen = {bucket.index for bucket in bucket_plan.buckets if not bucket.kind.trainable}
     accesses = rank_weight_accesses(config, schedule.ranks[rank], rank=rank)
     sizes = [bucket.numel * itemsize for bucket in bucket_plan.buckets]
     prefetch = prefetch_plan_of(bucket_plan, sizes, parallel.prefetch_bytes)
     counts = count_gathers(prefetch, accesses, frozen)
-    gathered = sum(bucket_plan.buckets[bucket].numel * count for bucket, count in counts.items())
-    return StepTraffic(
-        gathers=sum(counts.values()) if shards > 1 else 0,
-        gather_bytes=gathered * itemsize if shards > 1 else 0,
-        reductions=len(trained) * rounds,
-        reduction_bytes=elements * rounds * wire if shards > 1 else 0,
-        replica_bytes=elements // shards * wire if replicas > 1 else 0,
-        shards=shards,
-        replicas=replicas,
+
+    def along(ep: int) -> StepTraffic:
+        buckets = [bucket for bucket in bucket_plan.buckets if bucket.kind.ep == ep]
+        trained = [bucket for bucket in buckets if bucket.kind.trainable]
+        elements = sum(bucket.numel for bucket in trained)
+        gathers = sum(counts[bucket.index] for bucket in buckets)
+        gathered = sum(bucket.numel * counts[bucket.index] for bucket in buckets)
+        shards = max(1, bucket_plan.shards // ep)
+        replicas = dp // ep // shards
+        return StepTraffic(
+            gathers=gathers if shards > 1 else 0,
+            gather_bytes=gathered * itemsize if shards > 1 else 0,
+            reductions=len(trained) * rounds,
+            reduction_bytes=elements * rounds * wire if shards > 1 else 0,
+            replica_bytes=elements // shards * wire if replicas > 1 else 0,
+            shards=shards,
+            replicas=replicas,
+        )
+
+    ep = parallel.expert_model_parallel_size
+    return replace(
+        along(1),
         matrix_bytes=_matrix_bytes(config, bucket_plan),
+        experts=along(ep) if ep > 1 else None,
     )
 
 

@@ -162,11 +162,10 @@ class Planned:
         """Bytes that rank 0 sends over the data-parallel axes in a step. A collective counts with
         the bytes of the whole bucket."""
         traffic = self.plan.traffic(0)
-        return (
-            traffic.gather_bytes
-            + traffic.reduction_bytes
-            + traffic.replica_bytes
-            + traffic.matrix_bytes
+        parts = [traffic] if traffic.experts is None else [traffic, traffic.experts]
+        return sum(
+            part.gather_bytes + part.reduction_bytes + part.replica_bytes + part.matrix_bytes
+            for part in parts
         )
 
     @cached_property

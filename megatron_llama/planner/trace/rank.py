@@ -125,7 +125,8 @@ def _batch(config: Config) -> Batch:
 
 def _axes(mesh: Mesh) -> Iterator[Axis]:
     """Yield the axes with more than one rank."""
-    values = (getattr(mesh, field.name) for field in fields(mesh))
+    values = [getattr(mesh, field.name) for field in fields(mesh)]
+    values += () if mesh.experts is None else mesh.experts.all
     yield from (value for value in values if isinstance(value, Axis) and value.size > 1)
 
 

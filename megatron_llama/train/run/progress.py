@@ -218,7 +218,7 @@ class Progress(Part):
         return sum(
             sent.bytes - recorder.evaluation_bytes[kind]
             for kind, sent in recorder.traffic.copy().items()
-            if kind[0].startswith("dp") and kind[1] != "receive"
+            if kind[0].startswith(("dp", "expert_dp")) and kind[1] != "receive"
         )
 
 

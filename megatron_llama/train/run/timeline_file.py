@@ -42,8 +42,8 @@ AXIS_LANES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("tp", "kv"), "tp"),
         **dict.fromkeys(("cp", "cp_heads", "cp_keys"), "cp"),
         **dict.fromkeys(("pp", "pp_backward", "pp_return", "pp_backward_return"), PIPELINE),
-        "dp_gather": GATHERS,
-        **dict.fromkeys(("dp", "dp_shard", "dp_replica", "embedding"), REDUCTIONS),
+        **dict.fromkeys(("dp_gather", "expert_dp_gather"), GATHERS),
+        **dict.fromkeys(("dp", "dp_shard", "dp_replica", "expert_dp", "embedding"), REDUCTIONS),
     }
 )
 """The lane of an axis's messages; those of other axes are in ``other``."""

@@ -104,6 +104,7 @@ def _by_axis(config: Config, world: int, pipeline_rank: int) -> Iterator[Communi
     partition = partition_of(config)
     tied = has_tied_head(model) and not partition.first_and_last_share_rank
     heads = parallel.head_ranks
+    ep = parallel.expert_model_parallel_size
     # An exchange of sequence for heads connects each rank to each.
     ends = {"cp" if heads == cp else "cp_heads": 2 * (heads - 1), "cp_keys": 2}
     ends.setdefault("cp", 2 if parallel.cp_comm_type == "ring" else 0)
@@ -118,6 +119,9 @@ def _by_axis(config: Config, world: int, pipeline_rank: int) -> Iterator[Communi
         "dp_shard": 1 if shards == data else shards,
         "dp_replica": 1 if shards == 1 else data // shards,
         "dp_gather": shards,
+        "ep": ep,
+        "expert_dp": data // ep if ep > 1 else 1,
+        "expert_dp_gather": shards // ep if ep > 1 else 1,
         "embedding": 2 if tied and pipeline_rank in (0, pp - 1) else 1,
     }
     for name, size in sizes.items():

@@ -113,13 +113,15 @@ def _pad_token(config: Config) -> str:
 def _layout(config: Config, world_size: int, dp: int) -> str:
     parallel = config.parallel
     sequence = ", sequence parallel" if parallel.sequence_parallel else ""
+    ep = parallel.expert_model_parallel_size
+    experts = f" (ep {ep})" if ep > 1 else ""
     groups = " x ".join(map(str, parallel.hierarchical_context_parallel_sizes))
     heads = f" ({' '.join(filter(None, (parallel.cp_comm_type, groups)))})"
     return (
         f"{counted(world_size, 'process', 'processes')} = "
         f"tp {parallel.tensor_model_parallel_size} x cp {parallel.context_parallel_size}"
         f"{heads if parallel.head_ranks else ''} x "
-        f"pp {parallel.pipeline_model_parallel_size} x dp {dp}{sequence}; "
+        f"pp {parallel.pipeline_model_parallel_size} x dp {dp}{experts}{sequence}; "
         f"pipeline {parallel.pipeline_schedule}, "
         f"sharding {parallel.data_parallel_sharding_strategy}"
     )

@@ -71,7 +71,7 @@ def references(cluster: Cluster) -> References:
 
 def some_layouts() -> list[FamilyLayout]:
     """Of each family tensor, sequence and data parallelism with all that is sharded, virtual stages that go there and back, and one more,
-    which for each family is another one. All 18 by 8: ``tools/parity.py --families``."""
+    which for each family is another one. All of them: ``tools/parity.py --families``."""
     chosen = []
     for number, family in enumerate(TWINS):
         own = family_layouts(family)
@@ -89,8 +89,17 @@ WINDOWED = [
 """Documents in windows and chunks, with positions of their own."""
 
 
+SPREAD_EXPERTS = [
+    FamilyLayout(family="mixtral", dp=2, cp=2, ep=2, microbatches=2, strategy="optim_grads_params"),
+    FamilyLayout(family="qwen3_moe", dp=2, pp=2, tp=2, sp=True, ep=2, microbatches=4, strategy="no_shard", recompute="selective"),
+]
+"""All layouts of experts that ranks divide: ``tools/parity.py --families``."""
+
+
 @pytest.mark.parametrize(
-    "layout", [WINDOWED[0], *(pytest.param(one, marks=pytest.mark.long) for one in (*some_layouts(), *WINDOWED[1:]))], ids=lambda one: one.name
+    "layout",
+    [WINDOWED[0], *(pytest.param(one, marks=pytest.mark.long) for one in (*some_layouts(), *SPREAD_EXPERTS, *WINDOWED[1:]))],
+    ids=lambda one: one.name,
 )
 def test_training_is_that_of_transformers(references: References, cluster: Cluster, layout: FamilyLayout) -> None:
     compare(references, cluster, replace(layout, steps=STEPS))

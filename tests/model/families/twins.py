@@ -186,6 +186,15 @@ FIXED = [
     Layout(tp=2, cp=2),
 ]
 """The four strategies, virtual stages, and more ranks than key/value heads."""
+DIVIDED = [
+    *(Layout(dp=4, ep=2, strategy=strategy, microbatches=2) for strategy in STRATEGIES),
+    Layout(tp=2, sp=True, dp=2, ep=2, strategy="optim_grads", recompute="selective"),
+    Layout(dp=2, ep=2, cp=2, strategy="optim_grads_params", microbatches=2),
+    Layout(pp=2, dp=2, ep=2, microbatches=4, schedule="zb-h1", strategy="optim_grads"),
+    Layout(pp=2, virtual=2, dp=2, ep=2, microbatches=2, schedule="interleaved", recompute="full"),
+    Layout(pp=2, dp=2, ep=2, tp=2, sp=True, microbatches=4, schedule="1f1b", strategy="optim_grads_params"),
+]
+"""Of experts that ranks divide among them: the four strategies, and each other axis."""
 DRAWN = 10
 
 
@@ -193,6 +202,8 @@ def family_layouts(family: str) -> list[FamilyLayout]:
     """The fixed ones, and others of the random layouts for each family."""
     pool = [layout for layout in draw() if layout.layers == SIZES["num_hidden_layers"] and layout.world_size > 1]
     chosen = FIXED + random.Random(family).sample(pool, DRAWN)
+    model = TWINS[family].ours
+    chosen += DIVIDED if model.num_experts and not model.moe_apply_probs_on_input else []
     plain = {"kv_heads": Layout().kv_heads, "tied": False, "documents": False, "steps": STEPS}
     return [FamilyLayout(**(asdict(layout) | plain | {"offload": layout.offload, "family": family})) for layout in chosen]
 

@@ -24,11 +24,12 @@ from tests.launch.test_mesh import AXES, Case
 
 OF_A_RING = 2 * (SIMPLE + LOW_LATENCY + LOW_LATENCY_128)
 SHARED = Case(dp=8, strategy="optim_grads_params").config
+DIVIDED = replace(SHARED, parallel=replace(SHARED.parallel, expert_model_parallel_size=2))
 TWO_LEVELS = replace(SHARED, parallel=replace(SHARED.parallel, data_parallel_shard_size=4))
 BY_HEADS = [(spread(Case(cp=4, tp=2).config, comm), 8, 1) for comm in ("a2a", "a2a+p2p")]
 
 
-@pytest.mark.parametrize(("config", "world", "pp"), [*((case.config, case.world_size, case.pp) for case in GRIDS), (SHARED, 8, 1), (TWO_LEVELS, 8, 1), *BY_HEADS])
+@pytest.mark.parametrize(("config", "world", "pp"), [*((case.config, case.world_size, case.pp) for case in GRIDS), (SHARED, 8, 1), (TWO_LEVELS, 8, 1), (DIVIDED, 8, 1), *BY_HEADS])
 def test_the_plan_has_what_the_mesh_makes(config: Config, world: int, pp: int) -> None:
     """Group for group on every pipeline rank, with as many pairs as its links."""
     for rank in range(0, world, world // pp):
@@ -38,6 +39,9 @@ def test_the_plan_has_what_the_mesh_makes(config: Config, world: int, pp: int) -
             axis = getattr(mesh, name)
             if axis is not None and axis.group is not None:
                 groups.setdefault(axis.group, (name, axis.size))
+        for axis in (mesh.ep, *(() if mesh.experts is None else mesh.experts.all)):
+            if axis is not None and axis.group is not None:
+                groups.setdefault(axis.group, (axis.name, axis.size))
         planned = communicators(config, world, mesh.pp.rank)
         assert {axis.axis: axis.ranks for axis in planned} == {"world": world, **dict(groups.values())}
         # Before an exchange a rank has met each other one, both ways.

@@ -138,6 +138,17 @@ def test_with_experts(layout: WithExperts) -> None:
     assert near(most, plan.activations(0, layout.recompute, plan.recompute_layers()))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_where_ranks_divide_experts(cluster: Cluster, recompute: Literal["none", "selective"]) -> None:
+    """Each has the tokens of all, and rows for the most uneven choice."""
+    layout = WithExperts(vocabulary=300, dp=2, ep=2, recompute=recompute)
+    plan, whole = (run.plan().activations(0, recompute, 4) for run in (layout, replace(layout, ep=1)))
+    assert plan > 1.5 * whole
+    for most, _, evaluated in cluster.run(2, of_a_step, layout):
+        assert near(most, plan) and evaluated < most
+
+
 @dataclass(frozen=True)
 class InCodes(Wide):
     """Its two inner layers multiply in FP8."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.errors import ConfigError
 from megatron_llama.model.nn.linear import empty_weight
 from megatron_llama.model.nn.moe.experts import expert_mlp
@@ -36,35 +36,36 @@ class Gate(nn.Module):
 
 
 class Experts(nn.Module):
-    """The matrices of all experts of a block (``model/plan/experts.py`` has their order)."""
+    """The matrices of the experts of a block (``model/plan/experts.py`` has their order): all, or
+    those of this rank of ``ep``."""
 
-    def __init__(self, config: ModelConfig, options: StageOptions, *, recompute: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, options: StageOptions, ep: Axis | None, *, recompute: bool
+    ) -> None:
         super().__init__()
+        self.ep = ep
         self.gate = options.ops.gate(config.hidden_act)
         self.recompute = recompute
         self.on_input = config.moe_apply_probs_on_input
-        rows = config.num_experts * config.moe_intermediate_size
-        self.gate_up_proj = empty_weight(2 * rows, config.hidden_size)
-        self.down_proj = empty_weight(
-            config.num_experts * config.hidden_size, config.moe_intermediate_size
-        )
+        count = config.num_experts // (1 if ep is None else ep.size)
+        inner = config.moe_intermediate_size
+        self.gate_up_proj = empty_weight(2 * count * inner, config.hidden_size)
+        self.down_proj = empty_weight(count * config.hidden_size, inner)
 
     def forward(self, x: Tensor | Recomputable, routing: Routing) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
-        return expert_mlp(
-            x,
-            routing,
-            self.gate_up_proj,
-            self.down_proj,
-            self.gate,
-            recompute=self.recompute,
-            on_input=self.on_input,
-        )
+        given = (x, routing, self.gate_up_proj, self.down_proj, self.gate)
+        if self.ep is None:
+            return expert_mlp(*given, recompute=self.recompute, on_input=self.on_input)
+        from megatron_llama.model.nn.moe.dispatch import dispatched_mlp  # which few runs need
+
+        return dispatched_mlp(*given, self.ep, recompute=self.recompute)
 
 
 class MoE(nn.Module):
-    """Each token through some of the experts, as its router chooses, without communication: with
-    sequence parallelism every rank has whole experts, and its own part of the tokens.
+    """Each token through some of the experts, as its router chooses. Along tp without
+    communication: with sequence parallelism every rank has whole experts, and its own part of the
+    tokens. Along ep tokens travel to their experts (``dispatch.py``).
 
     With ``recompute``, all between the norm before it and its output is made again in backward."""
 
@@ -73,7 +74,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.gate = Gate(config)
-        self.experts = Experts(config, options, recompute=recompute)
+        self.experts = Experts(config, options, mesh.ep, recompute=recompute)
         self.shared_expert: nn.Module | None = None
         if config.moe_shared_expert_intermediate_size:
             from megatron_llama.model.nn.moe.shared import shared_expert  # of few models

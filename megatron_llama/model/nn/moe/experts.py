@@ -25,8 +25,9 @@ class _ExpertMLP(torch.autograd.Function):
     product. Sorting, gathered rows and activation are repeated in backward.
 
     ``recompute``: the first product is repeated, too, and its output not kept. ``source``: kept in
-    place of the input, to make it again; None: the input itself is kept. ``on_input``: the weights
-    of a token's experts multiply their inputs, not their outputs."""
+    place of the input, to make it again; None: the input itself is kept. ``divided``: other ranks
+    have experts too (``sorted_rows``), and the input is made again by a message. ``on_input``: the
+    weights of a token's experts multiply their inputs, not their outputs."""
 
     @staticmethod
     def forward(
@@ -39,11 +40,12 @@ class _ExpertMLP(torch.autograd.Function):
         gate: Gate,
         recompute: bool,
         source: Recomputable | None,
+        divided: bool,
         on_input: bool,
     ) -> Tensor:
         tokens = rows(x)
         count = len(down) // tokens.shape[1]
-        groups = sorted_rows(experts, count, x.dtype)
+        groups = sorted_rows(experts, count, x.dtype, divided=divided)
         first_read = wait_unsharded(gate_up)
         inputs = groups.gather(tokens)
         if on_input:
@@ -63,6 +65,7 @@ class _ExpertMLP(torch.autograd.Function):
         ctx.count = count
         ctx.gate = gate
         ctx.recompute = recompute
+        ctx.divided = divided
         ctx.on_input = on_input
         return groups.sum(out, None if on_input else weights).view(x.shape)
 
@@ -72,15 +75,18 @@ class _ExpertMLP(torch.autograd.Function):
         first_read, second_read = ctx.reads
         needs_x, _, needs_weights, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
         both = None if ctx.recompute else kept.pop(0)
-        groups = sorted_rows(experts, ctx.count, grad.dtype)
+        groups = sorted_rows(experts, ctx.count, grad.dtype, divided=ctx.divided)
         # Detached: a weight gradient that is postponed must not keep the graph below its input.
         sources = [source.detach() for source in kept]
         make_input = ctx.make_input
+        made: Tensor | None = None
 
         row_weights = groups.of_rows(weights)
         on_input = ctx.on_input
 
         def plain_rows() -> Tensor:
+            if made is not None:
+                return groups.gather(made)
             return groups.gather(rows(sources[0] if make_input is None else make_input(*sources)))
 
         def weighted_rows() -> Tensor:
@@ -91,6 +97,9 @@ class _ExpertMLP(torch.autograd.Function):
 
         if both is None:
             first_read.check()
+            if ctx.divided:
+                # One message for both uses. Without messages making it twice takes less memory.
+                made = make_input(*sources)
             both = grouped.linear(input_rows(), by_expert(gate_up, ctx.count), groups)
         active = ctx.gate.forward(both)
         out_grad = rows(grad)
@@ -132,7 +141,7 @@ class _ExpertMLP(torch.autograd.Function):
                 gate_up_grad = _weight_gradient(
                     gate_up, first_read.handle, groups, lambda: (both_grad, input_rows())
                 )
-        return x_grad, None, weights_grad, gate_up_grad, down_grad, *[None] * 4
+        return x_grad, None, weights_grad, gate_up_grad, down_grad, *[None] * 5
 
 
 def _weight_gradient(
@@ -171,15 +180,19 @@ def expert_mlp(
     gate: Gate,
     *,
     recompute: bool = False,
+    divided: bool = False,
     on_input: bool = False,
 ) -> Tensor:
     """Send x [..., h] through the experts of each token, and sum their outputs by the weights of
     ``routing``: [..., h]. ``on_input``: sum them as they are; the weights multiply their inputs.
 
     ``gate_up`` [E * 2I, h] has of each expert the rows of its gate, then those of up; ``down``
-    [E * h, I] those of its output. With ``recompute`` backward computes all again from x."""
+    [E * h, I] those of its output. With ``recompute`` backward computes all again from x.
+    ``divided``: the weights are those of some experts, and the number E in the table stands for all
+    others, which add nothing (``dispatch.py``)."""
     value, source = (x.value, x) if isinstance(x, Recomputable) else (x, None)
     out = _ExpertMLP.apply(  # type: ignore[no-untyped-call]
-        value, routing.experts, routing.weights, gate_up, down, gate, recompute, source, on_input
+        *(value, routing.experts, routing.weights, gate_up, down, gate, recompute, source),
+        *(divided, on_input),
     )
     return cast(Tensor, out)

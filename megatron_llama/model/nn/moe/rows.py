@@ -33,18 +33,22 @@ class ExpertRows:
     per_token: int
     """Experts of each token, k."""
     order: Tensor
-    """[t * k] int64: of each row, its place in the table [t, k] of experts."""
+    """[n] int64: of each row, its place in the table [t, k] of experts; n is t * k, or less where a
+    token cannot have so many of the experts that are here."""
     ends: Tensor
     """[E] int32: the end of each expert's rows."""
     sizes: tuple[int, ...] | None
     """Numbers of each expert's rows, where the host has to know them."""
+    elsewhere: Tensor | None = None
+    """[t, k] bool: the places of the table whose experts other ranks have. They have no row here,
+    and rows behind those of the last expert hold anything. None: all experts are here."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the rows [t * k, h] of tokens x [t, h]."""
+        """Return the rows [n, h] of tokens x [t, h]."""
         return x.index_select(0, self.order // self.per_token)
 
     def sum(self, values: Tensor, weights: Tensor | None) -> Tensor:
-        """Sum the rows [t * k, h] of each token, times its weights [t, k] if there are any, at
+        """Sum the rows [n, h] of each token, times its weights [t, k] if there are any, at
         least in fp32 and in the order of the table: [t, h] in the dtype of the rows."""
         places = self.places().view(-1, self.per_token)
         total: Tensor | None = None
@@ -52,33 +56,49 @@ class ExpertRows:
             part = values.index_select(0, places[:, column]).to(at_least_fp32(values.dtype))
             if weights is not None:
                 part.mul_(weights[:, column, None])
+            if self.elsewhere is not None:
+                part.masked_fill_(self.elsewhere[:, column, None], 0.0)
             total = part if total is None else total.add_(part)
         assert total is not None
         return total.to(values.dtype)
 
     def of_rows(self, weights: Tensor) -> Tensor:
-        """Return the weight of each row, [t * k, 1], of weights [t, k]."""
+        """Return the weight of each row, [n, 1], of weights [t, k]."""
         return weights.flatten()[self.order].unsqueeze(-1)
 
     def sums_of(self, products: Tensor, weights: Tensor) -> Tensor:
-        """Return the gradient of weights [t, k] that multiply rows, from products [t * k, d] of the
+        """Return the gradient of weights [t, k] that multiply rows, from products [n, d] of the
         rows with the gradients of their multiples."""
-        return products.sum(-1)[self.places()].view_as(weights).to(weights.dtype)
+        grad = products.sum(-1)[self.places()].view_as(weights).to(weights.dtype)
+        return grad if self.elsewhere is None else grad.masked_fill_(self.elsewhere, 0.0)
 
     def places(self) -> Tensor:
-        """Return the row of each place of the table, [t * k]."""
+        """Return the row of each place of the table, [t * k]; of places without a row any one."""
         rows = torch.arange(len(self.order), device=self.order.device)
-        # A permutation: no element is written twice, so no order of writes matters.
-        return torch.empty_like(self.order).scatter_(0, self.order, rows)
+        if self.elsewhere is None:
+            places = torch.empty_like(self.order)
+        else:
+            places = self.order.new_zeros(self.elsewhere.numel())
+        # No element is written twice, so no order of writes matters.
+        return places.scatter_(0, self.order, rows)
 
 
-def sorted_rows(experts: Tensor, count: int, dtype: torch.dtype) -> ExpertRows:
+def sorted_rows(
+    experts: Tensor, count: int, dtype: torch.dtype, *, divided: bool = False
+) -> ExpertRows:
     """Sort the rows of a table of experts [t, k], of ``count`` experts that multiply in this
-    dtype."""
+    dtype. ``divided``: other ranks have experts too, for all of which the number ``count``
+    stands."""
     keys, order = torch.sort(experts.flatten(), stable=True)
     ends = expert_ends(keys, count)
+    tokens, chosen = experts.shape
+    elsewhere = None
+    if divided:
+        # The experts of a token differ, so it has at most so many here.
+        order = order[: tokens * min(chosen, count)]
+        elsewhere = experts == count
     sizes = None if waits_for_nothing(experts, dtype) else _sizes(ends, len(order))
-    return ExpertRows(experts.shape[1], order, ends, sizes)
+    return ExpertRows(chosen, order, ends, sizes, elsewhere)
 
 
 def expert_ends(keys: Tensor, count: int) -> Tensor:

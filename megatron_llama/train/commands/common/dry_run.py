@@ -314,11 +314,26 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
         f" and {traffic.replicas} replicas" if strategy.sharded and traffic.replicas > 1 else ""
     )
     largest = max(bucket.numel for bucket in bucket_plan.buckets)
+    of_experts = ""
+    if traffic.experts is not None:
+        of_experts = (
+            f", of experts {traffic.experts.reductions} and {traffic.experts.gathers} along "
+            f"{traffic.experts.shards * traffic.experts.replicas} ranks,"
+        )
     yield (
         f"  layout        {len(bucket_plan.buckets)} buckets, the largest {largest:,} elements, "
-        f"each in {bucket_plan.shards} shards{replicas}; "
-        f"a step makes {traffic.reductions} {verb}{gathers} and sends {sized(round(traffic.sent))}"
+        f"each in {bucket_plan.shards} shards{replicas}; a step makes {traffic.reductions} "
+        f"{verb}{gathers}{of_experts} and sends {sized(round(traffic.sent))}"
     )
+    if config.parallel.expert_model_parallel_size > 1:
+        from megatron_llama.model.plan.dispatch import dispatch_messages  # of few models
+
+        sent = dispatch_messages(config)
+        yield (
+            f"  over ep       in a block with experts, of each microbatch: forward {sent.forward} "
+            f"messages, {sized(sent.forward_bytes)}; backward {sent.backward}, "
+            f"{sized(sent.backward_bytes)}"
+        )
     if config.parallel.tensor_model_parallel_size > 1:
         pieces = chosen_pieces(config)
         where = "in a block in FP8" if gathers_codes(config) else "in a block"

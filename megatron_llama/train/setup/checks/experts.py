@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.engine.offload_options import ZENFLOW
+from megatron_llama.engine.offload_options import NONE, ZENFLOW
 from megatron_llama.engine.options import MUON
-from megatron_llama.errors import describe
+from megatron_llama.errors import describe, nearest_divisors
 
 
 def routing_problems(model: ModelConfig) -> Iterator[str]:
@@ -29,6 +29,53 @@ def routing_problems(model: ModelConfig) -> Iterator[str]:
             expected=f"numbers of blocks, from 0 to {layers - 1}",
             do="leave these out",
         )
+
+
+def division_problems(config: Config, dp: int) -> Iterator[str]:
+    """Yield problems of ranks that divide experts among them. ``dp``: data-parallel ranks; 0:
+    unknown."""
+    parallel = config.parallel
+    ep = parallel.expert_model_parallel_size
+    name = flag("expert_model_parallel_size")
+    experts = config.model.num_experts
+    if experts == 0:
+        yield describe(name, got=ep, expected="1 for a model without experts", do="leave it out")
+    elif experts % ep:
+        yield describe(
+            name,
+            got=ep,
+            expected=f"a divisor of num_experts {experts}",
+            do=f"choose {nearest_divisors(experts, ep)}",
+        )
+    if dp and dp % ep:
+        yield describe(
+            name,
+            got=ep,
+            expected=f"a divisor of the {dp} data-parallel ranks",
+            do=f"choose {nearest_divisors(dp, ep)}",
+        )
+    excluded = (
+        (
+            config.model.moe_apply_probs_on_input,
+            "--moe-apply-probs-on-input (LLaMA 4)",
+            "1: nothing shows that it is right for weights of inputs",
+        ),
+        (
+            parallel.data_parallel_shard_size > 0,
+            f"--data-parallel-shard-size {parallel.data_parallel_shard_size}",
+            "0: experts are sharded over all ranks that hold them",
+        ),
+        (
+            config.offload.optimizer_offload != NONE,
+            f"--optimizer-offload {config.offload.optimizer_offload}",
+            "none: nothing shows that it is right for experts that ranks divide among them",
+        ),
+    )
+    for is_given, got, expected in excluded:
+        if is_given:
+            yield describe(
+                name, got=f"{ep} with {got}", expected=expected, do="change one of the two"
+            )
 
 
 def expert_problems(config: Config) -> Iterator[str]:

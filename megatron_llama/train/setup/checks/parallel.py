@@ -52,7 +52,12 @@ def parallel_problems(config: Config, world_size: int) -> Iterator[str]:
         from megatron_llama.train.setup.checks import head_exchange  # of few runs
 
         yield from head_exchange.context_problems(config)
-    yield from _sharding_problems(config, 0 if world is not None else world_size // (tp * pp))
+    ranks = 0 if world is not None else world_size // (tp * pp)
+    yield from _sharding_problems(config, ranks)
+    if parallel.expert_model_parallel_size > 1:
+        from megatron_llama.train.setup.checks.experts import division_problems  # of few models
+
+        yield from division_problems(config, ranks // cp)
     if model.num_hidden_layers > 0:
         # The number of blocks that may recompute is known only for stages that can be built.
         yield from list(_pipeline_problems(config)) or _recompute_problems(config)
