@@ -141,7 +141,7 @@ class ModelConfig:
     mlp_bias: bool = option(False, small=KEPT, draws=(True,))
     """Biases of the MLP's projections."""
     qk_norm: Literal["none", "head", "projection", "l2"] = option(
-        "none", small=KEPT, draws=("none", "head", "projection", "l2")
+        "none", small=KEPT, draws=("none", "head", "projection")
     )
     """RMSNorm of queries and keys before they are rotated: of each head with one weight for all
     heads (Qwen3, Gemma 3), of all heads together (OLMo 2), or, `l2`, of each head without a weight,
@@ -179,14 +179,18 @@ class ModelConfig:
     """Positions of a chunk: a query sees those of its own chunk, up to itself, in layers of
     `chunked_attention`. Layers of `full_attention` beside them do not rotate (LLaMA 4). 0: no layer
     has chunks."""
-    attn_temperature_tuning: bool = option(False, small=KEPT, draws=(True, False))
+    attn_temperature_tuning: bool = option(False, small=KEPT)
     """In layers that do not rotate, queries are multiplied by 1 + attn_scale * log(1 + floor((p +
     1) / floor_scale)), p their position (LLaMA 4)."""
     floor_scale: int = option(
-        8192, largest=LARGEST_SIZE, check=POSITIVE, small=scaled("in proportion to the sequence")
+        8192,
+        largest=LARGEST_SIZE,
+        check=POSITIVE,
+        small=scaled("in proportion to the sequence"),
+        draws=(2, 5),
     )
     """See --attn-temperature-tuning."""
-    attn_scale: float = option(0.1, small=KEPT, draws=(0.5,))
+    attn_scale: float = option(0.1, small=KEPT)
     """See --attn-temperature-tuning."""
     partial_rotary_factor: float = option(1.0, check=POSITIVE, small=KEPT, draws=(0.25, 0.5))
     """Share of each head, its first dims, that is rotated."""
