@@ -257,6 +257,9 @@ def not_in_transformers(case: Case, config: Config) -> str:
     documents = config.data.reset_attention_mask or case.options.get("packing")
     if documents and scaling in ("dynamic", "longrope"):
         return f"its {scaling} frequencies follow the length of each document"
+    chunks = config.model.attention_chunk_size and config.data.reset_attention_mask
+    if chunks and not config.data.reset_position_ids:
+        return "it counts chunks from the start of each document (--reset-position-ids does so)"
     return ""
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_llama.config.batch_ramp import BatchSizes
@@ -15,7 +14,7 @@ from megatron_llama.errors import CheckpointError, ConfigError
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.compare import History, gradients_of
 from megatron_llama.prove.data_check import RankReads, Reads
-from megatron_llama.prove.materials import Materials, make_materials
+from megatron_llama.prove.materials import Materials, folder_weights, make_materials
 from megatron_llama.prove.pool import PRINTED_LAST, WorkerError, WorkerPool
 from megatron_llama.prove.reference import SPREAD, learning_rates
 from megatron_llama.prove.run import Tensors, Trained, run, states
@@ -145,10 +144,7 @@ class Runs:
 
     def start(self, case: Case) -> Mapping[str, Tensor]:
         """Return the initial weights of a case, by HuggingFace's names."""
-        weights: dict[str, Tensor] = {}
-        for file in sorted(self.materials(case).model.glob("*.safetensors")):
-            weights |= load_file(file)
-        return weights
+        return folder_weights(self.materials(case).model)
 
 
 def _told(error: WorkerError) -> str:

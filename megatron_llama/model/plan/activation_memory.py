@@ -141,7 +141,7 @@ class Activations:
             return 0
         heads = self.model.num_attention_heads // self.tp
         heads += self.model.num_key_value_heads * kv_copies(self.model, self.tp) // self.tp
-        scales = heads if self.model.qk_norm == "head" else 2
+        scales = 2 if self.model.qk_norm == "projection" else heads
         return self._query + self._key_value // 2 + self.tokens * scales * self.fp32_itemsize
 
     @property

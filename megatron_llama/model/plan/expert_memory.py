@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron_llama.config.schema import Config
-from megatron_llama.model.plan.activation_memory import Activations
+from megatron_llama.model.plan.activation_memory import ROTARY_BYTES, Activations
 from megatron_llama.model.plan.chunks import Granularity
 from megatron_llama.model.plan.experts import is_sparse, sparse_layers
 from megatron_llama.model.plan.router_losses import NONE
+from megatron_llama.model.windows import chunk_of
 
 INDEX_BYTES = 8
 """The number of an expert, or of a row."""
@@ -51,7 +52,19 @@ class ExpertActivations(Activations):
         """Return the bytes of the blocks of some layers, dense ones and those with experts."""
         sparse = sum(is_sparse(self.model, layer) for layer in layers)
         dense = (len(layers) - sparse) * self.block(granularity)
-        return dense + sparse * self.sparse_block(granularity)
+        total = dense + sparse * self.sparse_block(granularity)
+        if granularity == "full" or self.model.qk_norm != "l2":
+            return total
+        # Layers without positions have no norms of heads.
+        return total - self._qk_norm * sum(not chunk_of(self.model, layer) for layer in layers)
+
+    @property
+    def rotary(self) -> int:
+        """The rotary table, and the factors of queries in layers without positions."""
+        if not self.model.attn_temperature_tuning:
+            return super().rotary
+        samples = self.micro_batch_size if self.positions_per_sample else 1
+        return super().rotary + self.seq_length // self.cp * samples * ROTARY_BYTES
 
     def postponed_blocks(self, layers: range, granularity: Granularity) -> int:
         """Return the same between BACKWARD_INPUT and BACKWARD_WEIGHT."""
@@ -69,6 +82,12 @@ class ExpertActivations(Activations):
     def _width(self) -> int:
         """Bytes of an expert's inner activation, of all rows."""
         return self._rows * self.model.moe_intermediate_size * self.itemsize
+
+    @property
+    def _shared(self) -> int:
+        """Bytes of the shared expert's inner activation."""
+        width = self.model.moe_shared_expert_intermediate_size
+        return self._residual_tokens * width * self.itemsize
 
     @property
     def _logits(self) -> int:
@@ -98,7 +117,9 @@ class ExpertActivations(Activations):
             return self.block("full")
         # Of a dense block all but what its MLP keeps.
         others = self.block(granularity) - (2 if granularity == "selective" else 3) * self._inner
-        # The output of the first product is computed again where activations are.
+        # The output of the first product is computed again where activations are; that of the
+        # shared expert is kept, as a dense block's.
+        others += (2 if granularity == "selective" else 3) * self._shared
         return others + self._routing + (2 * self._width if granularity == "none" else 0)
 
     def _postponed_sparse_block(self, granularity: Granularity) -> int:
@@ -114,6 +135,7 @@ class ExpertActivations(Activations):
         if self.ep > 1:
             # Which experts are elsewhere, and the gradients of the outputs of all ranks' tokens.
             order += self.ep * self._places + (self.ep - 1) * self.hidden
+        others += (4 if granularity == "selective" else 3) * self._shared
         return others + self._logits + 3 * self._width + order
 
     def gradients(self, recomputed: Granularity) -> int:
@@ -132,5 +154,9 @@ class ExpertActivations(Activations):
         experts = (
             again + gathered + hidden + max(hidden + 5 * width + wide + sums, 3 * width + 3 * wide)
         )
+        if self._shared:
+            # Its backward pass comes before or behind that of the others, whose input's gradient
+            # waits.
+            experts = max(experts, again + 3 * self._shared) + self.hidden
         dense = sparse_layers(self.model) < self.model.num_hidden_layers
         return max(experts, super().gradients(recomputed) if dense else 0)

@@ -131,6 +131,22 @@ TWINS = {
             "sliding_window": WINDOW,
         },
     ),
+    "llama4": Twin(
+        "Llama4TextConfig",
+        {
+            "head_dim": 20,
+            "intermediate_size": 40,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_layers": [0, 2, 3],
+            "no_rope_layers": [1, 0, 1, 1],
+            "attention_chunk_size": WINDOW,
+            "floor_scale": 3,
+            "attn_scale": 0.5,
+            "rope_parameters": _rotary("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+        },
+    ),
 }
 
 
@@ -200,7 +216,8 @@ def family_layouts(family: str) -> list[FamilyLayout]:
     """The fixed ones, and others of the random layouts for each family."""
     pool = [layout for layout in draw() if layout.layers == SIZES["num_hidden_layers"] and layout.world_size > 1]
     chosen = FIXED + random.Random(family).sample(pool, DRAWN)
-    chosen += DIVIDED if TWINS[family].ours.num_experts else []
+    model = TWINS[family].ours
+    chosen += DIVIDED if model.num_experts and not model.moe_apply_probs_on_input else []
     plain = {"kv_heads": Layout().kv_heads, "tied": False, "documents": False, "steps": STEPS}
     return [FamilyLayout(**(asdict(layout) | plain | {"offload": layout.offload, "family": family})) for layout in chosen]
 

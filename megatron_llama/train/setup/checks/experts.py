@@ -57,6 +57,11 @@ def division_problems(config: Config, dp: int) -> Iterator[str]:
         )
     excluded = (
         (
+            config.model.moe_apply_probs_on_input,
+            "--moe-apply-probs-on-input (LLaMA 4)",
+            "1: nothing shows that it is right for weights of inputs",
+        ),
+        (
             parallel.data_parallel_shard_size > 0,
             f"--data-parallel-shard-size {parallel.data_parallel_shard_size}",
             "0: experts are sharded over all ranks that hold them",
@@ -118,17 +123,24 @@ def expert_problems(config: Config) -> Iterator[str]:
 
 
 def router_loss_problems(config: Config) -> Iterator[str]:
-    """Yield losses of routers that have no coefficient, no type, or no routers."""
+    """Yield losses of routers that have no coefficient, no type, or no routers with a softmax."""
     training = config.training
     kind = training.moe_router_load_balancing_type
     coefficient = training.moe_aux_loss_coeff
-    if not sparse_layers(config.model):
+    missing = (
+        "a model with blocks of experts, whose routers have such losses"
+        if not sparse_layers(config.model)
+        else "none of them: they are of the softmax of a router, and this one's is a sigmoid"
+        if config.model.moe_router_score_function == "sigmoid"
+        else ""
+    )
+    if missing:
         names = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
         given = [name for name in names if getattr(training, name) not in ("none", 0.0)]
         yield describe(
             ", ".join(map(flag, given)),
             got=" and ".join(str(getattr(training, name)) for name in given),
-            expected="a model with blocks of experts, whose routers have such losses",
+            expected=missing,
             do="leave it out",
         )
     elif coefficient >= 0 and (kind == "none") != (coefficient == 0):
