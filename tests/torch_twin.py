@@ -38,6 +38,8 @@ MIXTRAL_MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 def stacked_experts(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by the names of files under those of transformers 5's modules: one for all gates and ups of a block, one for all downs."""
+    if model.model_type == "llama4_text":
+        return _turned(weights)
     kept = {name.replace("block_sparse_moe", "mlp"): weight for name, weight in weights.items()}
     for layer in range(model.num_hidden_layers):
         owner = f"model.layers.{layer}.mlp.experts"
@@ -49,6 +51,20 @@ def stacked_experts(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[s
             kept[f"{owner}.down_proj"] = torch.stack(matrices["down_proj"])
             pairs = zip(matrices["gate_proj"], matrices["up_proj"], strict=True)
             kept[f"{owner}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+    return kept
+
+
+def _turned(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """LLaMA 4's: of all experts of a block, inputs before outputs."""
+    kept = {name: weight for name, weight in weights.items() if ".feed_forward.experts." not in name}
+    owners = dict.fromkeys(name.partition(".experts.")[0] for name in weights if ".feed_forward.experts." in name)
+    for owner in owners:
+        experts = len([name for name in weights if name.startswith(f"{owner}.experts.")]) // 3
+        gate, up, down = (
+            [weights[f"{owner}.experts.{expert}.{name}.weight"].t() for expert in range(experts)] for name in MIXTRAL_MATRICES.values()
+        )
+        kept[f"{owner}.experts.gate_up_proj"] = torch.stack([torch.cat(pair, 1) for pair in zip(gate, up, strict=True)])
+        kept[f"{owner}.experts.down_proj"] = torch.stack(down)
     return kept
 
 

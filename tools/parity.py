@@ -14,10 +14,11 @@ six of them. The second: five steps of layouts drawn at random, of which
 tests/parallel/test_random.py trains some, against one process. The third: twenty fp32 steps of
 models of HuggingFace and of an MLP under ``megatron_llama.shard``, against torch's
 DistributedDataParallel and AdamW; tests/engine/shard/test_parity.py trains some. The fourth: twenty
-fp32 steps of every family of models in eighteen layouts, of experts in nine more, of which
-tests/model/families/test_parity.py trains some; ``--only "qwen2 "`` takes one family. The fifth:
-what ``prove`` says of every seeded fault of tests/prove/faults.py. The sixth: twenty fp32 steps of
-every method of preference tuning, against plain torch on transformers' model;
+fp32 steps of every family of models in eighteen layouts, of experts in nine more, and with each
+loss of routers in four, of which tests/model/families/test_parity.py trains some; ``--only "qwen2
+"`` takes one family. The fifth: what ``prove`` says of every seeded fault of tests/prove/faults.py.
+The sixth: twenty fp32 steps of every method of preference tuning, against plain torch on
+transformers' model;
 tests/tune/preference/test_parity.py makes some of them. A few minutes each on two cores, and of the
 fourth for each family. Deviations are the largest relative ones over all steps. Exit status 1 when
 one exceeds its bound, or when a fault is not found.
@@ -333,7 +334,11 @@ def main() -> int:
     compare_with: Callable[[Cluster, Any], Reference] = alone if options.random else reference
     layouts: Sequence[Any] = draw(options.seed, options.count) if options.random else LAYOUTS
     if options.families:
-        layouts = [layout for family in twins.TWINS for layout in twins.family_layouts(family)]
+        layouts = [
+            layout
+            for family in twins.TWINS
+            for layout in (*twins.family_layouts(family), *twins.routed_layouts(family))
+        ]
         compare_with = twins.reference
     if options.pieces:
         cut = (replace(one, tp_comm=str(options.pieces)) for one in layouts if one.tp > 1)

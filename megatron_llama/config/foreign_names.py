@@ -211,7 +211,7 @@ NOT_NEEDED: Mapping[str, str] = MappingProxyType(
 
 _EXPERTS = (
     "of experts there are --num-experts, --moe-router-topk, --moe-ffn-hidden-size and what "
-    "docs/experts.md names; losses that balance them are not written here"
+    "docs/experts.md names"
 )
 _REINFORCEMENT = (
     "reinforcement learning is not written here: `align` tunes on preferences, `sft` on "

@@ -155,6 +155,7 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         "accumulate_allreduce_grads_in_fp32": Alias("grad_reduce_in_bf16", value="false"),
         "rotary_percent": Alias("partial_rotary_factor"),
         "qk_layernorm": Alias("qk_norm", value="head"),
+        "qk_l2_norm": Alias("qk_norm", value="l2"),
         "muon_use_nesterov": Alias("muon_nesterov", value="true"),
         "recompute_method": Alias(
             convert=only("block"),

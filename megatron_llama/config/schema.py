@@ -140,11 +140,12 @@ class ModelConfig:
     """Biases of the query, key and value projections alone, as in Qwen2."""
     mlp_bias: bool = option(False, small=KEPT, draws=(True,))
     """Biases of the MLP's projections."""
-    qk_norm: Literal["none", "head", "projection"] = option(
+    qk_norm: Literal["none", "head", "projection", "l2"] = option(
         "none", small=KEPT, draws=("none", "head", "projection")
     )
     """RMSNorm of queries and keys before they are rotated: of each head with one weight for all
-    heads (Qwen3, Gemma 3), or of all heads together (OLMo 2)."""
+    heads (Qwen3, Gemma 3), of all heads together (OLMo 2), or, `l2`, of each head without a weight,
+    in layers that rotate (LLaMA 4)."""
     norm_position: Literal["before", "after", "both"] = option(
         "before", small=KEPT, draws=("before", "after", "both")
     )
@@ -170,8 +171,27 @@ class ModelConfig:
     sliding_window: int = option(0, small=scaled("in the same proportion to the sequence"))
     """Positions that a query sees, its own and those before it. 0: all."""
     layer_types: tuple[str, ...] = option((), small=scaled("every kind of layer"))
-    """`full_attention` or `sliding_attention` for each layer. Default: --sliding-window counts in
-    all layers."""
+    """`full_attention`, `sliding_attention` or `chunked_attention` for each layer. Default:
+    --sliding-window, or --attention-chunk-size, counts in all layers."""
+    attention_chunk_size: int = option(
+        0, largest=LARGEST_SIZE, small=scaled("shorter than the sequence or not, as yours")
+    )
+    """Positions of a chunk: a query sees those of its own chunk, up to itself, in layers of
+    `chunked_attention`. Layers of `full_attention` beside them do not rotate (LLaMA 4). 0: no layer
+    has chunks."""
+    attn_temperature_tuning: bool = option(False, small=KEPT)
+    """In layers that do not rotate, queries are multiplied by 1 + attn_scale * log(1 + floor((p +
+    1) / floor_scale)), p their position (LLaMA 4)."""
+    floor_scale: int = option(
+        8192,
+        largest=LARGEST_SIZE,
+        check=POSITIVE,
+        small=scaled("in proportion to the sequence"),
+        draws=(2, 5),
+    )
+    """See --attn-temperature-tuning."""
+    attn_scale: float = option(0.1, small=KEPT)
+    """See --attn-temperature-tuning."""
     partial_rotary_factor: float = option(1.0, check=POSITIVE, small=KEPT, draws=(0.25, 0.5))
     """Share of each head, its first dims, that is rotated."""
     rope_local_base_freq: float = option(0.0, small=KEPT, draws=(50.0,))
@@ -197,6 +217,15 @@ class ModelConfig:
     """Every so many blocks one has experts: 2 is blocks 1, 3, 5 and so on."""
     mlp_only_layers: tuple[int, ...] = option((), small=scaled("every kind of block"))
     """Blocks that are dense all the same, counted from 0."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = option("softmax", small=KEPT)
+    """Probabilities of experts from the router's logits: over all of them, or of each by itself
+    (LLaMA 4)."""
+    moe_apply_probs_on_input: bool = option(False, small=KEPT)
+    """The probabilities multiply the experts' inputs, as in LLaMA 4, not their outputs."""
+    moe_shared_expert_intermediate_size: int = option(
+        0, largest=LARGEST_SIZE, small=scaled("no rule depends on the width")
+    )
+    """Width of an expert of all tokens, beside those that a router chooses. 0: there is none."""
     bos_token_id: int | None = option(None, small=OWN_TEXT)
     """Written to the exported config.json. Default: the tokenizer's."""
     eos_token_id: int | None = option(None, small=OWN_TEXT)
@@ -245,6 +274,7 @@ MODEL_SHAPE = (
     "num_labels",
     "num_experts",
     "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size",
     "decoder_sparse_step",
     "mlp_only_layers",
 )
@@ -495,6 +525,25 @@ class TrainingConfig:
     z_loss_weight: float = option(0.0, small=KEPT, draws=(0.001, 0.1))
     """Weight of the square of the logarithm of the softmax's denominator, which keeps logits from
     drifting: it is trained, and is no part of the losses that are printed."""
+    moe_router_load_balancing_type: str = option(
+        "none",
+        check=Check(
+            lambda value: value in ("none", "seq_aux_loss", "global_aux_loss", "hf_aux_loss"),
+            "none, seq_aux_loss, global_aux_loss or hf_aux_loss",
+            "give seq_aux_loss or global_aux_loss: the value of aux_loss would depend on the "
+            "micro-batch, and others are not written here",
+        ),
+        small=KEPT,
+    )
+    """The loss that loads the experts of a block equally, with --moe-aux-loss-coeff: within each
+    sequence (`seq_aux_loss`), or over the global batch (`global_aux_loss`), or over the global
+    batch and all blocks together, as transformers has it (`hf_aux_loss`). The last two need a
+    forward pass more for each step. `none`: no such loss."""
+    moe_aux_loss_coeff: float = option(0.0, small=KEPT)
+    """Weight of the loss that loads experts equally. It is trained, and printed by itself."""
+    moe_z_loss_coeff: float = option(0.0, small=KEPT)
+    """Weight of the square of the logarithm of the router's softmax denominator, in each block the
+    mean over all tokens. It is trained, and printed by itself."""
     seed: int = option(1234, small=KEPT, draws=(7,))
     """Seeds the initial weights and the order of the samples."""
     bf16: bool = option(False, small=KEPT, draws=(True,))
@@ -592,6 +641,16 @@ class TrainingConfig:
     """End the run after so many evaluations in a row whose loss is not below the lowest before. 0:
     never. With checkpoints at the iterations of evaluations `best` is the one with the lowest
     loss."""
+
+    @property
+    def has_router_losses(self) -> bool:
+        """Whether losses of routers are trained."""
+        return self.moe_router_load_balancing_type != "none" or self.moe_z_loss_coeff > 0
+
+    @property
+    def counts_experts_first(self) -> bool:
+        """Whether a step begins with a forward pass that counts the tokens of each expert."""
+        return self.moe_router_load_balancing_type in ("global_aux_loss", "hf_aux_loss")
 
 
 @section()

@@ -25,8 +25,8 @@ def flops_per_token(
 
     ``model`` has every derived field filled in, and a ``vocab_size`` without padding. ``causal``
     counts only the scores that the mask leaves (Megatron) instead of all (torchtitan). A layer with
-    a window has that many keys for each query; if ``causal``, the first queries have fewer. Of
-    experts those count that a token is sent to, and the router.
+    a window has that many keys for each query; if ``causal``, the first queries have fewer. One
+    with chunks has their squares. Of experts those count that a token is sent to, and the router.
     """
     queries = model.num_attention_heads * model.head_dim
     blocks = model.num_hidden_layers * _matrix_elements(model)
@@ -37,12 +37,15 @@ def flops_per_token(
     head = (model.num_labels or model.vocab_size) * model.hidden_size
     # Scores and their product with V: 2 products x 2 FLOPs x 3 passes = 12 per score and channel.
     windows = [min(window or seq_length, seq_length) for window in layer_windows(model)]
-    if causal:
-        # Halves of (query, key) pairs of a sequence: the band below the diagonal.
-        halves = sum(2 * seq_length * window - window**2 for window in windows)
-        scores = 6 * queries * halves // seq_length
-    else:
-        scores = 12 * queries * sum(windows)
+    # Halves of (query, key) pairs of a sequence: the band below the diagonal.
+    halves = sum(2 * seq_length * window - window**2 for window in windows)
+    keys = sum(windows)
+    if model.attention_chunk_size:
+        from megatron_llama.model.plan.windows import chunk_squares  # of few models
+
+        squares = chunk_squares(model, seq_length)
+        halves, keys = squares, squares // seq_length
+    scores = 6 * queries * halves // seq_length if causal else 12 * queries * keys
     if lora.lora_rank:
         # Frozen weights have no gradient, which is one of three products. The additions have all
         # three.

@@ -117,7 +117,7 @@ _JSON_KEYS = (
 )
 
 
-SHOWN = ("rewards/margins", "rewards/accuracies", "kl", "nll_loss")
+SHOWN = ("rewards/margins", "rewards/accuracies", "kl", "nll_loss", "load_balancing_loss")
 """The numbers of an objective for which the compact line has room."""
 
 

@@ -35,13 +35,19 @@ def read_hf_config(folder: str | Path, *, ignored: Collection[str] = ()) -> Mode
 
 
 def read_config_json(path: str | Path) -> dict[str, Any]:
-    """Read a ``config.json``. Raises CheckpointError when it is missing or damaged."""
+    """Read a ``config.json``, of a LLaMA 4 that also sees pictures the part of its text model.
+    Raises CheckpointError when it is missing or damaged."""
     if not Path(path).is_file():
         do = "give a HuggingFace folder (config.json, *.safetensors)"
         raise CheckpointError(
             path, got="No such file or directory", expected="a readable file", do=do
         )
-    return read_json_object(path)
+    content = read_json_object(path)
+    if content.get("model_type") != "llama4":
+        return content
+    from megatron_llama.model.families.llama4 import text_fields  # which few folders need
+
+    return text_fields(content, str(path))
 
 
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
@@ -108,9 +114,11 @@ def model_config_from_hf(
         model,
         **{name: _own_field(reader, family, name) for name in family.fields if name not in rope},
         **rope,
-        sliding_window=window,
-        layer_types=types,
-        **(family.experts.read(reader, model) if family.experts else {}),
+        **{
+            "sliding_window": window,
+            "layer_types": types,
+            **(family.experts.read(reader, model) if family.experts else {}),
+        },
     )
     problems = [
         *reader.problems,

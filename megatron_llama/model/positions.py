@@ -4,6 +4,7 @@ document."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from megatron_llama.model.continuation import Continuation
 from megatron_llama.model.nn.context import local_sequence
 from megatron_llama.model.nn.documents import Documents, SplitDocuments
 from megatron_llama.model.nn.rotary import Rotary
+
+if TYPE_CHECKING:
+    from megatron_llama.model.nn.chunked import Chunks
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Positions:
     continuation: Continuation | None = None
     sliding_cos: Tensor | None = None
     sliding_sin: Tensor | None = None
+    chunks: Chunks | None = None
+    """Of a model with chunks."""
 
 
 class Rotaries:
@@ -41,6 +47,7 @@ class Rotaries:
         self.plain = Rotary.of(config)
         self._sliding = Rotary.of_sliding_layers(config)
         self._cp = cp
+        self._model = config
 
     def positions(
         self, length: int, device: torch.device, position_ids: Tensor | None, lengths: Tensor | None
@@ -58,6 +65,11 @@ class Rotaries:
         own_ids = local_sequence(ids, self._cp)
         cos, sin = self.plain.table(own_ids, lengths)
         positions = Positions(cos, sin)
+        if self._model.attention_chunk_size:
+            from megatron_llama.model.nn.chunked import Chunks  # which few models have
+
+            chunks = Chunks(self._model, own_ids, restarts=position_ids is not None)
+            return replace(positions, chunks=chunks)
         if self._sliding is None:
             return positions
         sliding_cos, sliding_sin = self._sliding.table(own_ids)

@@ -65,7 +65,8 @@ changes nothing."""
 DEFAULTED_BY_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """Numbers for which 0 means "not given", as in transformers."""
 ORDERED = (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"))
-"""Pairs of fields of which the first has to be the lower one."""
+"""Pairs of fields of which the first has to be the lower one; those of ``llama3`` may be equal, as
+in LLaMA 4's long contexts: then no wave is between them."""
 
 
 def reads_max_positions(scaling: Mapping[str, Any] | None) -> bool:
@@ -146,7 +147,8 @@ def rope_problems(where: str, scaling: Any, *, frequencies: int = 0) -> list[str
     for low, high in ORDERED:
         least = scaling.get(low)
         most = scaling.get(high)
-        if not problems and least and most and not least < most:
+        is_equal = kind == "llama3" and least == most
+        if not problems and least and most and not (least < most or is_equal):
             problems.append(
                 describe(
                     f"{where}.{low}, {high}",

@@ -1,4 +1,4 @@
-"""Builds the engine of a run's pipeline stages from its configuration."""
+"""Builds the engine of a run's pipeline stages, and chooses its runtime, from its configuration."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from megatron_llama.pipeline.plan.run_engine import (
     engine_options,
     rank_bucket_plan,
 )
+from megatron_llama.pipeline.runtime import PipelineRuntime
 
 if TYPE_CHECKING:
     from megatron_llama.engine.offload.copies import Copies
@@ -30,6 +31,15 @@ if TYPE_CHECKING:
 def compute_dtype(config: Config) -> torch.dtype:
     """Return the dtype of parameters and activations."""
     return DTYPES[compute_dtype_name(config.training)]
+
+
+def runtime_class(config: Config) -> type[PipelineRuntime]:
+    """Return the class of a run's runtime."""
+    if config.training.has_router_losses:
+        from megatron_llama.pipeline.router_losses import RoutedRuntime  # which few runs need
+
+        return RoutedRuntime
+    return PipelineRuntime
 
 
 def build_optimizer(

@@ -98,7 +98,7 @@ class _RankPlan:
 
 
 @dataclass
-class _Step:
+class Step:
     """The tensors of one walk through a plan."""
 
     batches: Sequence[Microbatch]
@@ -156,7 +156,7 @@ class PipelineRuntime:
             # The engine counts the units of all stages of this process.
             stage.on_weight_access = partial(_access, engine, first)
             first += stage.units
-        self._handlers: dict[Op, Callable[[_Step, Key], None]] = {
+        self._handlers: dict[Op, Callable[[Step, Key], None]] = {
             Op.RECV_FORWARD: self._receive_forward,
             Op.FORWARD: self._forward,
             Op.SEND_FORWARD: self._send_forward,
@@ -236,7 +236,7 @@ class PipelineRuntime:
             self.engine.begin_evaluation(plan.accesses)
         # Before the first pass: a collective in between would wait for ranks that run their passes.
         loss = objective.begin(batches, self.mesh, known)
-        step = _Step(batches, loss, loss_scale, sums, plan.backward_comes_next, read_logits)
+        step = Step(batches, loss, loss_scale, sums, plan.backward_comes_next, read_logits)
         recorder = self.mesh.recorder
         recorder.evaluating = not training
         for index, action in enumerate(plan.actions):
@@ -283,17 +283,17 @@ class PipelineRuntime:
             name, ranks=self.mesh.pp.size, microbatches=microbatches, virtual=virtual
         )
 
-    def _receive_forward(self, step: _Step, key: Key) -> None:
+    def _receive_forward(self, step: Step, key: Key) -> None:
         source = self._partition.placement[key.stage - 1]
         link = self.mesh.link(source, self.mesh.pp.rank, backward=False)
         step.receives[Op.FORWARD, key] = p2p.receive(self._empty(step, key), link, source)
 
-    def _receive_backward(self, step: _Step, key: Key) -> None:
+    def _receive_backward(self, step: Step, key: Key) -> None:
         source = self._partition.placement[key.stage + 1]
         link = self.mesh.link(source, self.mesh.pp.rank, backward=True)
         step.receives[Op.BACKWARD, key] = p2p.receive(self._empty(step, key), link, source)
 
-    def _empty(self, step: _Step, key: Key) -> Tensor:
+    def _empty(self, step: Step, key: Key) -> Tensor:
         """Return an empty tensor of the shape that is sent between stages: [s/cp or s/cp/tp, b,
         h]."""
         length, batch = step.batches[key.microbatch].tokens.shape
@@ -303,14 +303,14 @@ class PipelineRuntime:
         hidden = self.stages[key.stage].config.hidden_size
         return torch.empty(length, batch, hidden, dtype=self.dtype, device=self.mesh.device)
 
-    def _arrived(self, step: _Step, op: Op, key: Key) -> Tensor:
+    def _arrived(self, step: Step, op: Op, key: Key) -> Tensor:
         """Return the input of a pass once it has arrived: received, or from the neighbouring stage
         of this process."""
         if (op, key) in step.receives:
             return step.receives.pop((op, key)).wait()
         return step.local.pop((op, key))
 
-    def _forward(self, step: _Step, key: Key) -> None:
+    def _forward(self, step: Step, key: Key) -> None:
         stage = self.stages[key.stage]
         batch = step.batches[key.microbatch].to(self.mesh.device)
         noise = None
@@ -358,7 +358,7 @@ class PipelineRuntime:
             return noise.chunk(self.mesh.tp.size)[self.mesh.tp.rank]
         return noise
 
-    def _in_chunks(self, stage: Stage, batch: Microbatch, step: _Step) -> bool:
+    def _in_chunks(self, stage: Stage, batch: Microbatch, step: Step) -> bool:
         """Whether the logits of a batch are too many to exist at once, and may be computed chunk by
         chunk, which leaves their gradient in place of the head's input until the backward pass."""
         if not stage.is_last or step.read_logits is not None or stage.config.num_labels:
@@ -368,7 +368,7 @@ class PipelineRuntime:
         logits = batch.labels.numel() // self.mesh.cp.size * stage.head_weight.shape[0]
         return logits > stage.options.head_chunk
 
-    def _add_loss(self, output: Tensor, batch: Microbatch, step: _Step, *, in_chunks: bool) -> None:
+    def _add_loss(self, output: Tensor, batch: Microbatch, step: Step, *, in_chunks: bool) -> None:
         """Add this microbatch's share of the loss of the global batch.
 
         In training ``output``, logits or the input of the head or scores, is overwritten by the
@@ -401,12 +401,12 @@ class PipelineRuntime:
             )
         step.sums += share.sums(losses)
 
-    def _send_forward(self, step: _Step, key: Key) -> None:
+    def _send_forward(self, step: Step, key: Key) -> None:
         output = step.outputs[key] if step.training else step.outputs.pop(key)
         to = self._partition.placement[key.stage + 1]
         self._send(step, Op.SEND_FORWARD, output.detach(), to)
 
-    def _backward(self, step: _Step, key: Key) -> None:
+    def _backward(self, step: Step, key: Key) -> None:
         stage = self.stages[key.stage]
         output = step.outputs.pop(key)
         grad = output.detach() if stage.is_last else self._arrived(step, Op.BACKWARD, key)
@@ -418,20 +418,20 @@ class PipelineRuntime:
             # SEND_BACKWARD takes the gradient from ``inputs``.
             step.local[Op.BACKWARD, key.previous_stage] = _gradient(step.inputs.pop(key))
 
-    def _backward_input(self, step: _Step, key: Key) -> None:
+    def _backward_input(self, step: Step, key: Key) -> None:
         # The stage before waits for the gradient of the input, and no stage for that of a weight.
         self.engine.postpone_wgrads(key)
         self._backward(step, key)
         self.engine.postpone_wgrads(None)
 
-    def _backward_weight(self, step: _Step, key: Key) -> None:
+    def _backward_weight(self, step: Step, key: Key) -> None:
         self.engine.run_wgrads(key)
 
-    def _send_backward(self, step: _Step, key: Key) -> None:
+    def _send_backward(self, step: Step, key: Key) -> None:
         to = self._partition.placement[key.stage - 1]
         self._send(step, Op.SEND_BACKWARD, _gradient(step.inputs.pop(key)), to)
 
-    def _send(self, step: _Step, op: Op, tensor: Tensor, to: int) -> None:
+    def _send(self, step: Step, op: Op, tensor: Tensor, to: int) -> None:
         """Send a tensor, and keep it until the next one goes over the same link.
 
         Sending waits until the receiver has taken the previous tensor. ``schedule/proof.py`` proves

@@ -326,17 +326,46 @@ def _model(chance: random.Random) -> Options:
 
 def _experts(chance: random.Random, family: str, intermediate: int) -> Options:
     """Draw experts, and blocks without them where a family has such; of a dense family nothing."""
-    if FAMILIES[family].experts is None:
-        none = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), 0)
-        return {**none, "decoder_sparse_step": 1, "mlp_only_layers": ()}
+    spelling = FAMILIES[family].experts
+    if spelling is None:
+        widths = ("moe_intermediate_size", "moe_shared_expert_intermediate_size")
+        counts = ("num_experts", "num_experts_per_tok")
+        none = dict.fromkeys((*counts, *widths), 0)
+        sparse = {"decoder_sparse_step": 1, "mlp_only_layers": ()}
+        return {**none, **_chunks(chance, False), **sparse, **_router_losses("none", 0.0)}
     experts = chance.choice((2, 3, 6))
     has_dense = "moe_intermediate_size" not in FAMILIES[family].derived
+    has_chunks = "attention_chunk_size" in spelling.names
+    width = chance.choice((24, 40)) if has_dense else intermediate
+    kind = chance.choice(("none", "none", "seq_aux_loss", "global_aux_loss", "hf_aux_loss"))
+    z_loss = chance.choice((0.0, 0.0, 0.01))
     return {
+        **_chunks(chance, has_chunks),
         "num_experts": experts,
         "num_experts_per_tok": chance.randint(1, experts),
-        "moe_intermediate_size": chance.choice((24, 40)) if has_dense else intermediate,
+        "moe_intermediate_size": width,
+        "moe_shared_expert_intermediate_size": width if has_chunks else 0,
         "decoder_sparse_step": chance.choice((1, 1, 2)) if has_dense else 1,
         "mlp_only_layers": chance.choice(((), (0,), (1,))) if has_dense else (),
+        **(_router_losses("none", 0.0) if has_chunks else _router_losses(kind, z_loss)),
+    }
+
+
+def _router_losses(kind: str, z_loss: float) -> Options:
+    coefficient = 0.0 if kind == "none" else 0.1
+    balance = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": coefficient}
+    return {**balance, "moe_z_loss_coeff": z_loss}
+
+
+def _chunks(chance: random.Random, has_chunks: bool) -> Options:
+    """Draw what only LLaMA 4 has, if the family is that one."""
+    return {
+        "attention_chunk_size": chance.choice((3, 7, 64)) if has_chunks else 0,
+        "attn_temperature_tuning": has_chunks and chance.random() < 0.5,
+        "floor_scale": chance.choice((2, 5)) if has_chunks else 8192,
+        "attn_scale": 0.5 if has_chunks else 0.1,
+        "moe_router_score_function": "sigmoid" if has_chunks else "softmax",
+        "moe_apply_probs_on_input": has_chunks,
     }
 
 

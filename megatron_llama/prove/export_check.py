@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_llama.config.schema import LoraConfig
@@ -17,7 +16,7 @@ from megatron_llama.converter.verify.logits import TOLERANCE, StreamedModel, log
 from megatron_llama.converter.verify.reference import TransformersModel, obstacle
 from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.prove.compare import Row, distance
-from megatron_llama.prove.materials import Materials
+from megatron_llama.prove.materials import Materials, folder_weights
 from megatron_llama.prove.reference import NotComparedError, last_line, quiet
 from megatron_llama.prove.run import Trained, states
 
@@ -43,6 +42,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "olmo2": "Olmo2ForCausalLM",
         "mixtral": "MixtralForCausalLM",
         "qwen3_moe": "Qwen3MoeForCausalLM",
+        "llama4_text": "Llama4ForCausalLM",
     }
 )
 """transformers' classes by model_type."""
@@ -55,9 +55,7 @@ def rows_of_export(trained: Trained, materials: Materials) -> Iterator[Row]:
     and of transformers' logits for the folder with those of our model for the checkpoint."""
     assert trained.export is not None, "the run has exported nothing"
     last = trained.iterations[-1]
-    weights: dict[str, Tensor] = {}
-    for file in sorted(trained.export.glob("*.safetensors")):
-        weights |= load_file(file)
+    weights = folder_weights(trained.export)
     dtype = torch.bfloat16 if trained.config.training.bf16 else torch.float32
     lora = trained.config.lora
     saved = states(trained.checkpoints[last]).master
@@ -117,8 +115,14 @@ def _documented(trained: Trained, materials: Materials) -> dict[str, object]:
     """Return fields of config.json by transformers' documentation, independent of our writer."""
     model = trained.config.model
     gemma = model.model_type.startswith("gemma")
+    # There intermediate_size is the width of experts.
+    widths = {
+        "intermediate_size": model.moe_intermediate_size,
+        "intermediate_size_mlp": model.intermediate_size,
+    }
     return {
         **{name: getattr(model, name) for name in ALIKE},
+        **(widths if model.model_type == "llama4_text" else {}),
         "architectures": [ARCHITECTURES[model.model_type]],
         "hidden_activation" if gemma else "hidden_act": model.hidden_act,
         "vocab_size": materials.vocab_size,

@@ -49,6 +49,7 @@ SWITCHES: tuple[tuple[str, str, object], ...] = (
     ("tied embeddings", "tie_word_embeddings", False),
     ("the padding token", "pad_token_id", None),
     ("the z-loss", "z_loss_weight", 0.0),
+    ("the z-loss of routers", "moe_z_loss_coeff", 0.0),
     ("noise", "neftune_noise_alpha", 0.0),
 )
 """Axes that are one option: name, option, and its value without the axis."""
@@ -205,6 +206,9 @@ def axes_of(case: Case) -> Iterator[tuple[str, Case]]:
     for name, option, default in SWITCHES:
         if has(option, default):
             yield name, without({option: default})
+    if has("moe_router_load_balancing_type", "none"):
+        none = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+        yield "the balance of experts", without(none)
     if any(options.get(name) for name in DOCUMENTS):
         yield "documents", without(dict.fromkeys(DOCUMENTS, False))
 

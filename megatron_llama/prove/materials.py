@@ -19,10 +19,12 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from safetensors.torch import load_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 from torch import Tensor
 
+from megatron_llama.checkpoint.model_folders.hf.stacked_experts import by_file_names
 from megatron_llama.checkpoint.model_folders.hf.writer import export_hf
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.blend import Blend, is_number, read_blend
@@ -35,6 +37,7 @@ from megatron_llama.data.tokenizer.fingerprint import Fingerprint
 from megatron_llama.data.tokenizer.load import load_tokenizer
 from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.errors import ConfigError
+from megatron_llama.model.hf import read_hf_config
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.samples import (
@@ -232,6 +235,14 @@ def _renderer(tokenizer: Path, template: str) -> Render | None:
         return text
 
     return render
+
+
+def folder_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a HuggingFace folder, each matrix of an expert by itself."""
+    weights: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(file)
+    return by_file_names(read_hf_config(folder), weights)
 
 
 class DrawnWeights:

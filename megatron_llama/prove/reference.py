@@ -50,6 +50,12 @@ OFFLOAD = {field.name for field in fields(OffloadConfig)} | {
 }
 
 
+SAMPLES_OF_ROUTERS = (
+    "losses of routers are of whole samples, and in transformers each document is a sequence of "
+    "its own"
+)
+
+
 class NotComparedError(Exception):
     """Raised if a check has nothing to compare a case with. The message is the reason."""
 
@@ -206,9 +212,10 @@ class Sequences:
     """[n, s] fp32; 0 where a label does not count."""
 
 
-def sequences(microbatches: Iterable[Batch]) -> Sequences:
-    """Return the documents of a step's samples, without documents in which no label counts. Raises
-    NotComparedError for a step in which no label counts."""
+def sequences(microbatches: Iterable[Batch], *, whole: bool = False) -> Sequences:
+    """Return the documents of a step's samples, without documents in which no label counts.
+    ``whole``: each sample has to be one document. Raises NotComparedError for other samples, and
+    for a step in which no label counts."""
     kept: list[tuple[Tensor, ...]] = []
     for batch in microbatches:
         length, samples = batch.tokens.shape
@@ -224,6 +231,8 @@ def sequences(microbatches: Iterable[Batch]) -> Sequences:
             if batch.document_ids is not None:
                 ids = batch.document_ids[:, sample]
                 sizes = torch.unique_consecutive(ids, return_counts=True)[1].tolist()
+            if whole and len(sizes) > 1:
+                raise NotComparedError(SAMPLES_OF_ROUTERS)
             documents = zip(
                 *(torch.split(column[:, sample], sizes) for column in columns), strict=True
             )
@@ -248,6 +257,9 @@ def not_in_transformers(case: Case, config: Config) -> str:
     documents = config.data.reset_attention_mask or case.options.get("packing")
     if documents and scaling in ("dynamic", "longrope"):
         return f"its {scaling} frequencies follow the length of each document"
+    chunks = config.model.attention_chunk_size and config.data.reset_attention_mask
+    if chunks and not config.data.reset_position_ids:
+        return "it counts chunks from the start of each document (--reset-position-ids does so)"
     return ""
 
 
@@ -275,7 +287,7 @@ def train_transformers(
     gradients: list[Mapping[str, Tensor]] = []
     for microbatches, rate in zip(batches, rates, strict=True):
         adamw.zero_grad(set_to_none=False)
-        loss, trains = _loss(model, sequences(microbatches), config.training.z_loss_weight)
+        loss, trains = _loss(model, microbatches, config)
         trains.backward()  # type: ignore[no-untyped-call]
         found = {
             name: torch.zeros_like(parameter).double()
@@ -293,22 +305,32 @@ def train_transformers(
     return History(tuple(losses), tuple(norms), tuple(gradients), None)
 
 
-def _loss(model: nn.Module, batch: Sequences, z_weight: float) -> tuple[Tensor, Tensor]:
-    """Return the mean loss over the labels that count, and the trained loss with the z-loss."""
+def _loss(model: nn.Module, microbatches: Iterable[Batch], config: Config) -> tuple[Tensor, Tensor]:
+    """Return the mean loss over the labels that count, and the trained loss with the z-loss and
+    those of routers."""
+    training = config.training
+    batch = sequences(microbatches, whole=training.has_router_losses)
     # Without a mask transformers takes positions that restart for several documents.
     mask = torch.ones_like(batch.tokens)
-    logits = model(
-        batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False
-    ).logits
+    routers = {"output_router_logits": True} if training.has_router_losses else {}
+    output = model(
+        batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False, **routers
+    )
+    logits = output.logits
     counted = batch.weights.sum()
     nll = nn.functional.cross_entropy(
         logits.flatten(0, 1), batch.labels.flatten(), reduction="none"
     )
     loss = (nll * batch.weights.flatten()).sum() / counted
-    if not z_weight:
-        return loss, loss
-    squares = logits.logsumexp(-1).square()
-    return loss, loss + z_weight * (squares * batch.weights).sum() / counted
+    trained = loss
+    if training.z_loss_weight:
+        squares = logits.logsumexp(-1).square()
+        trained = loss + training.z_loss_weight * (squares * batch.weights).sum() / counted
+    if training.has_router_losses:
+        from megatron_llama.prove.router_losses import router_losses  # of few models
+
+        trained = trained + router_losses(output.router_logits, len(batch.tokens), config)
+    return loss, trained
 
 
 def _model(folder: Path, config: Config) -> tuple[nn.Module, Mapping[str, nn.Parameter]]:

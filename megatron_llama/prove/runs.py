@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_llama.config.batch_ramp import BatchSizes
@@ -15,7 +14,7 @@ from megatron_llama.errors import CheckpointError, ConfigError
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.compare import History, gradients_of
 from megatron_llama.prove.data_check import RankReads, Reads
-from megatron_llama.prove.materials import Materials, make_materials
+from megatron_llama.prove.materials import Materials, folder_weights, make_materials
 from megatron_llama.prove.pool import PRINTED_LAST, WorkerError, WorkerPool
 from megatron_llama.prove.reference import SPREAD, learning_rates
 from megatron_llama.prove.run import Tensors, Trained, run, states
@@ -145,10 +144,7 @@ class Runs:
 
     def start(self, case: Case) -> Mapping[str, Tensor]:
         """Return the initial weights of a case, by HuggingFace's names."""
-        weights: dict[str, Tensor] = {}
-        for file in sorted(self.materials(case).model.glob("*.safetensors")):
-            weights |= load_file(file)
-        return weights
+        return folder_weights(self.materials(case).model)
 
 
 def _told(error: WorkerError) -> str:
@@ -185,6 +181,7 @@ LIKE = frozenset(
             "loss_scale_window",
         ),
         *("hysteresis", "clip_grad", "freeze", "z_loss_weight", "lora_rank", "lora_alpha"),
+        *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
         *("optimizer_offload", "optimizer_offload_fraction", "offload_speculative"),
         *("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "global_batch_size"),
         "adam_eps",

@@ -165,7 +165,7 @@ def _experts(
     if not values:
         return {}
     rules = FAMILIES[model.model_type].derived
-    small = replace(model, **heads)
+    small = replace(model, **heads, **values)
     return values | {name: rules[name](small) for name in values.keys() & rules.keys()}
 
 

@@ -14,7 +14,7 @@ from megatron_llama.model.plan.experts import is_sparse
 from megatron_llama.model.plan.freeze import is_frozen
 from megatron_llama.model.plan.params import hf_shapes, parameter_count
 from megatron_llama.model.rope import LISTS, ORIGINAL, reads_max_positions
-from megatron_llama.model.windows import window_of
+from megatron_llama.model.windows import chunk_of, window_of
 
 HEAD_DIM = 16
 """Usual head dimension: half with many heads, more if no pair of dims would be rotated."""
@@ -144,11 +144,16 @@ def small_experts(
     chosen = min(model.num_experts_per_tok, experts // 2)
     if model.num_experts_per_tok == model.num_experts:
         chosen = experts
-    ratio = min(4.0, model.moe_intermediate_size / model.hidden_size)
+
+    def narrow(width: int) -> int:
+        return max(1, round(min(4.0, width / model.hidden_size) * hidden / 8)) * 8
+
+    shared = model.moe_shared_expert_intermediate_size
     return {
         "num_experts": experts,
         "num_experts_per_tok": max(1, chosen),
-        "moe_intermediate_size": max(1, round(ratio * hidden / 8)) * 8,
+        "moe_intermediate_size": narrow(model.moe_intermediate_size),
+        "moe_shared_expert_intermediate_size": narrow(shared) if shared else 0,
         "decoder_sparse_step": 1,
         "mlp_only_layers": tuple(
             number for number, block in enumerate(blocks) if not is_sparse(model, block)
@@ -167,6 +172,12 @@ def small_positions(
     }
     if model.sliding_window:
         values["sliding_window"] = small_window(model.sliding_window, yours, here, *cp)
+    if model.attention_chunk_size:
+        for name in ("attention_chunk_size", "floor_scale"):
+            size = getattr(model, name)
+            # Two positions at least: a chunk of one has nothing to attend to.
+            short = min(max(2, round(size * here / yours)), here - 1)
+            values[name] = 2 * here if size > yours else here if size == yours else short
     scaling = model.rope_scaling
     if scaling is None:
         return values
@@ -239,12 +250,12 @@ def blocks_here(yours: Config, count: int) -> list[int]:
 
 
 def kinds_of_blocks(config: Config) -> list[tuple[bool, bool, frozenset[str]]]:
-    """Return the kind of each block: whether it has a window, whether it has experts, and its
-    frozen parameters."""
+    """Return the kind of each block: whether it has a window or chunks, whether it has experts, and
+    its frozen parameters."""
     model = config.model
     return [
         (
-            window_of(model, layer) > 0,
+            (window_of(model, layer) or chunk_of(model, layer)) > 0,
             is_sparse(model, layer),
             _frozen_in(model, layer, config.optimizer.freeze),
         )

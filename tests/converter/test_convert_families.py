@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from megatron_llama.checkpoint.meta import model_changes, model_differences
+from megatron_llama.checkpoint.model_folders.hf.stacked_experts import StackedExperts
 from megatron_llama.checkpoint.native import read_meta
 from megatron_llama.cli import main
 from megatron_llama.converter.verify.fields import field_differences
@@ -39,6 +41,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 6, "router_aux_loss_coef": 0.02},
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
 }
+MODELS["llama4"] = {"model_type": "llama4_text", "head_dim": 16, "intermediate_size_mlp": 80, "num_local_experts": 4, "num_experts_per_tok": 2}
+MODELS["llama4"] |= {"moe_layers": [0, 1, 3], "no_rope_layers": [1, 0, 1, 1], "attention_chunk_size": 7, "floor_scale": 5, "attention_bias": True}
 MODELS["qwen3_moe"] |= {"mlp_only_layers": [0], "decoder_sparse_step": 2, "norm_topk_prob": True}
 MODELS["phi3, long"]["rope_parameters"] = {**SCALED, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 MEGATRON = ("llama with biases", "mistral", "qwen2", "qwen3", "phi3")
@@ -101,6 +105,25 @@ def test_stacked_experts_are_read(name: str, tmp_path: Path, capsys: Capture) ->
     for beside in (split, {matrix: split[matrix]}):
         save_file(kept | beside, file)
         assert f"{last}: got a tensor, expected none of this name" in refusal(capsys, stacked, tmp_path / "out", "--to", "hf")
+
+
+def test_the_text_model_of_one_that_sees_pictures(tmp_path: Path, capsys: Capture) -> None:
+    """As Scout and Maverick are published: fields in text_config, names with a prefix, a vision tower."""
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vision_output_dim": 16}
+    small |= {"image_size": 28, "patch_size": 14, "projector_input_dim": 16, "projector_output_dim": 16}
+    text = {name: value for name, value in fields_of("llama4").items() if name != "model_type"}
+    torch.manual_seed(0)
+    both = transformers.Llama4ForConditionalGeneration(transformers.Llama4Config(text_config=text, vision_config=small))
+    both.save_pretrained(tmp_path / "both", max_shard_size="100KB")
+    capsys.readouterr()
+    back = convert(tmp_path / "both", tmp_path / "back", "--to", "hf")
+    assert "the text model is read, without what sees pictures" in "".join(capsys.readouterr())
+    found = AutoModelForCausalLM.from_pretrained(back).state_dict()
+    expected = both.language_model.state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    file = tmp_path / "both" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"text_config": None}))
+    assert "text_config: got None, expected the fields of the text model" in refusal(capsys, tmp_path / "both", tmp_path / "out", "--to", "hf")
 
 
 @pytest.mark.few(4)
@@ -250,8 +273,9 @@ def test_a_trainer_imports_and_saves_it(name: str, tmp_path: Path) -> None:
     weights = through_a_checkpoint(original, tmp_path / "run", bf16=False)
     [saved] = sorted((tmp_path / "run").glob("iter_*"))
     assert read_meta(saved).model == read_hf_config(original)
+    source = StackedExperts(weights, weights.model) if name == "llama4" else weights
     for tensor, expected in tensors(original).items():
-        assert torch.equal(drawn(weights, tensor, tuple(expected.shape), expected.dtype), expected), tensor
+        assert torch.equal(drawn(source, tensor, tuple(expected.shape), expected.dtype), expected), tensor
     assert_same_model(convert(saved, tmp_path / "back", "--to", "hf"), original)
 
 

@@ -120,6 +120,24 @@ def test_z_loss_is_trained_and_not_printed(product: Product, tmp_path: Path) -> 
     assert all(ours > 1.01 * theirs for ours, theirs in zip(column(with_, "grad_norm"), column(without, "grad_norm"), strict=True))
 
 
+@pytest.mark.long
+@pytest.mark.tries("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
+def test_losses_of_routers_are_trained_and_logged_by_themselves(product: Product, tmp_path: Path) -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "train_iters": 2, "lr": 0.0}
+    losses = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 1.0}
+    product.train(save=tmp_path / "without", **experts, **EVALUATED)
+    said = product.train(DP2, save=tmp_path / "with", **experts, **losses, **EVALUATED).out
+    without, with_ = tmp_path / "without", tmp_path / "with"
+    assert "routers     global_aux_loss x 1, a forward pass more for each step, z-loss x 1\n" in said
+    assert " load_balancing_loss: 1." in said
+    assert column(with_, "lm_loss") == pytest.approx(column(without, "lm_loss"), rel=1e-6)
+    evaluations = [[entry["validation_loss"] for entry in log(folder) if "validation_loss" in entry] for folder in (with_, without)]
+    assert len(evaluations[0]) > 1 and evaluations[0] == pytest.approx(evaluations[1], rel=1e-6)
+    assert not any(f"validation_{name}" in entry for entry in log(with_) for name in ("load_balancing_loss", "z_loss"))
+    assert all(1 <= value < 2 for value in column(with_, "load_balancing_loss")) and all(value > 0 for value in column(with_, "z_loss"))
+    assert all(ours > 1.01 * theirs for ours, theirs in zip(column(with_, "grad_norm"), column(without, "grad_norm"), strict=True))
+
+
 @pytest.mark.tries("profile", "profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")
 @pytest.mark.long
 def test_some_steps_of_some_ranks_are_traced(product: Product, tmp_path: Path) -> None:

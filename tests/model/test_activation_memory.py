@@ -101,7 +101,8 @@ def measured(place: Place, layout: Run, per_sample: bool) -> Parts:
     positions = stage.positions(SEQ_LENGTH, mesh.device, ids)
     tokens, labels = (local_sequence(whole, mesh.cp) for whole in (data.tokens, data.labels))
     weights = {storage(parameter) for parameter in stage.parameters()}
-    tables = [part for part in (positions.cos, positions.sin, positions.sliding_cos, positions.sliding_sin) if part is not None]
+    factors = positions.chunks and positions.chunks.temperatures
+    tables = [part for part in (positions.cos, positions.sin, positions.sliding_cos, positions.sliding_sin, factors) if part is not None]
     table = set(map(storage, tables))
 
     def loss() -> Tensor:
@@ -150,6 +151,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "norms before and behind": {"norm_position": "both", "embedding_multiplier": 8.0},
     "capped logits": {"final_logit_softcapping": 30.0},
     "experts": EXPERTS,
+    "llama4": EXPERTS
+    | {"model_type": "llama4_text", "moe_shared_expert_intermediate_size": 40, "moe_router_score_function": "sigmoid"}
+    | {"moe_apply_probs_on_input": True, "qk_norm": "l2", "attention_chunk_size": 64, "attn_temperature_tuning": True, "floor_scale": 4}
+    | {"layer_types": ("chunked_attention", "full_attention") * 2},
     "experts in every second block": EXPERTS | {"decoder_sparse_step": 2, "norm_topk_prob": True, "qk_norm": "head"},
 }
 PLAIN = [Run(), Run(tp=2, sp=True), Run(tp=2, kv_heads=1), Run(cp=2)]

@@ -24,7 +24,7 @@ ROWS = SIZES["vocab_size"]
 
 def twins(twin: Twin, **fields: Any) -> tuple[int | None, int | None]:
     """The padding_idx of both for a config.json with these fields."""
-    config = twin.hf_config(architectures=[twin.architecture], num_hidden_layers=2, layer_types=None, **fields)
+    config = twin.hf_config(architectures=[twin.architecture], **fields)
     theirs = getattr(transformers, twin.architecture)(config).get_input_embeddings().padding_idx
     return padding_idx(Config(model=model_config_from_hf(config.to_dict(), where="config.json"))), theirs
 

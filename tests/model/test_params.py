@@ -46,7 +46,11 @@ FAMILIES = {
     "gemma3": replace(GQA, model_type="gemma3_text", qk_norm="head", norm_position="both"),
     "olmo2": replace(GQA, model_type="olmo2", qk_norm="projection", norm_position="after"),
     "mixtral": replace(GQA, model_type="mixtral", num_experts=3, num_experts_per_tok=2, moe_intermediate_size=20),
-}
+    "llama4": replace(
+        GQA, model_type="llama4_text", qk_norm="l2", attention_bias=True, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=20,
+        moe_shared_expert_intermediate_size=20, attention_chunk_size=8, decoder_sparse_step=2,
+    ),
+}  # fmt: skip
 FAMILIES |= {f"{name}, one kv head": replace(model, num_key_value_heads=1) for name, model in FAMILIES.items()}
 FAMILIES["tied"] = TIED
 families = pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES.keys())
@@ -124,6 +128,9 @@ def local_parameter(name: str, hf: dict[str, Tensor], model: ModelConfig, tp: in
         return rows(hf[name])
     if ".k_norm." in name and model.qk_norm == "projection":
         return hf[name].chunk(min(tp, heads))[rank * min(tp, heads) // tp]
+    if ".shared_expert." in name:  # whole on every rank
+        parts = ("gate_proj", "up_proj") if ".gate_up_proj." in name else ("down_proj",)
+        return torch.cat([hf[name.replace("gate_up_proj", part)] for part in parts])
     if ".gate_up_proj." in name:
         return torch.cat([rows(hf[name.replace("gate_up_proj", part)]) for part in ("gate_proj", "up_proj")])
     if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -133,11 +140,13 @@ def local_parameter(name: str, hf: dict[str, Tensor], model: ModelConfig, tp: in
         padding = padded_vocab_size(model, tp) - model.vocab_size
         return rows(torch.nn.functional.pad(weight, (0, 0, 0, padding), value=-1))
     if ".experts." in name:
-        owner, _, matrix = name.replace("mlp", "block_sparse_moe").rpartition(".")
-        matrices = ("w1", "w3") if matrix == "gate_up_proj" else ("w2",)
+        theirs = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "llama4_text": ("mlp", "gate_proj", "up_proj", "down_proj")}
+        module, *names = theirs[model.model_type]
+        owner, _, matrix = name.replace("mlp", module).rpartition(".")
+        matrices = names[:2] if matrix == "gate_up_proj" else names[2:]
         # All of them on every rank: of each expert the gate, then up.
         return torch.cat([hf[f"{owner}.{expert}.{short}.weight"] for expert in range(model.num_experts) for short in matrices])
-    return hf[name.replace("mlp.gate.", "block_sparse_moe.gate.")]
+    return hf[name.replace("mlp.gate.", "mlp.router." if model.model_type == "llama4_text" else "block_sparse_moe.gate.")]
 
 
 def by_our_names(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
@@ -156,7 +165,7 @@ def by_our_names(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]
             parts = {module.replace(first, behind.get(first, first)): tensor}
         else:
             parts = {module: tensor}
-        found |= {name.replace(module, part): values for part, values in parts.items()}
+        found |= {name.replace("feed_forward", "mlp").replace(module, part): values for part, values in parts.items()}
     return found
 
 
@@ -197,7 +206,7 @@ def test_what_several_ranks_hold(model: ModelConfig, tp: int, sequence_parallel:
     for spec in specs_of(stage_units(model, even(4, 1), 0, tp=tp, sequence_parallel=sequence_parallel)):
         _, _, module = spec.name.removesuffix(".bias").removesuffix(".weight").rpartition(".")
         whole = {"q_norm": tp > 1, "k_norm": tp > 1}
-        if ".experts." in spec.name or module == "gate":
+        if ".experts." in spec.name or ".shared_expert." in spec.name or module == "gate":
             assert (spec.copies, spec.partial_grad) == (tp, sequence_parallel and tp > 1), spec.name
             continue
         split = {"qkv_proj": (1, False), "q_proj": (1, False), "gate_up_proj": (1, False), "kv_proj": (shared, shared > 1)}

@@ -45,7 +45,7 @@ def hf_reward_model(model: ModelConfig, weights_of: WeightSource | None = None) 
 
 
 @pytest.mark.tries("num_labels")
-@pytest.mark.parametrize("family", TWINS)
+@pytest.mark.parametrize("family", [family for family in TWINS if family != "llama4"])  # transformers has no class for its scores
 def test_scores_and_gradients_are_huggingfaces(family: str) -> None:
     model = reward_model(TWINS[family].ours)
     stage = loaded(model)

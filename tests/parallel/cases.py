@@ -29,7 +29,7 @@ from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Block, Stage, build_stages
 from megatron_llama.model.plan.run_params import param_groups, rank_units
-from megatron_llama.pipeline.build import build_optimizer, compute_dtype
+from megatron_llama.pipeline.build import build_optimizer, compute_dtype, runtime_class
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from torch import Tensor
 
@@ -279,7 +279,7 @@ def trainer(
     stages = build_stages(config, mesh, block)
     optimizer = build_optimizer(config, stages.values(), mesh, copies=copies, blocking=layout.blocking, inline=inline)
     optimizer.load_weights(layout.weights())
-    runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
+    runtime = runtime_class(config)(stages, optimizer, mesh, config, dtype=compute_dtype(config))
     return Trainer(layout, mesh, stages, optimizer, runtime)
 
 

@@ -47,8 +47,12 @@ from megatron_llama.model.nn.context import local_sequence
 from megatron_llama.model.nn.documents import SplitDocuments
 from megatron_llama.model.nn.embedding import VocabParallelEmbedding, _Lookup
 from megatron_llama.model.nn.linear import RowLinear, _AddBias, plain_linear
-from megatron_llama.model.nn.moe import dispatch
-from megatron_llama.model.plan import lora, params, zigzag
+from megatron_llama.model.nn.moe import block as moe_block
+from megatron_llama.model.nn.moe import dispatch, routing
+from megatron_llama.model.nn.moe.routing import Router, Routing
+from megatron_llama.model.nn.moe.rows import ExpertRows
+from megatron_llama.model.nn.recompute import Recomputable
+from megatron_llama.model.plan import experts, lora, params, zigzag
 from megatron_llama.model.plan.lora import LORA_A
 from megatron_llama.model.plan.params import Shapes
 from megatron_llama.model.plan.zigzag import zigzag_chunks
@@ -688,6 +692,48 @@ def router_of_own_experts() -> AbstractContextManager[object]:
     return patch.object(dispatch._Table, "backward", staticmethod(backward))
 
 
+def router_in_bf16() -> AbstractContextManager[object]:
+    """The logits by which experts are chosen are rounded to bf16."""
+    correct = routing._Logits.forward
+
+    def logits(ctx: Any, *args: Any) -> Tensor:
+        exact = correct(ctx, *args)
+        return exact.bfloat16().to(exact.dtype)
+
+    return patch.object(routing._Logits, "forward", staticmethod(logits))
+
+
+def experts_weights_not_normalized() -> AbstractContextManager[object]:
+    """The weights of a token's experts are their probabilities, which do not add up to one, whatever config.json says."""
+    return patch.object(moe_block, "Router", lambda top_k, normalize: Router(top_k, normalize=False))
+
+
+def weights_on_the_inputs_of_experts() -> AbstractContextManager[object]:
+    """A token is multiplied by the weight of its expert before the expert, and not after it."""
+    correct = moe_block.expert_mlp
+
+    def weigh_inputs(x: Any, chosen: Routing, *args: Any, **options: Any) -> Tensor:
+        value = x.value if isinstance(x, Recomputable) else x
+        per_token = chosen.experts.shape[1]
+        weights = chosen.weights.reshape(-1, 1)
+        weighted = value.flatten(0, -2).repeat_interleave(per_token, 0) * weights
+        alone = chosen._replace(experts=chosen.experts.reshape(-1, 1), weights=torch.ones_like(weights))
+        out = correct(weighted, alone, *args, **options)
+        return out.view(*value.shape[:-1], per_token, -1).sum(-2)
+
+    return patch.object(moe_block, "expert_mlp", weigh_inputs)
+
+
+def experts_not_summed() -> AbstractContextManager[object]:
+    """Each tp rank keeps the gradient of router and experts through its own part of the sequence."""
+    return _not_summed(experts, "expert_params")
+
+
+def outputs_in_sorted_order() -> AbstractContextManager[object]:
+    """Outputs of experts go back to their tokens by the order in which rows were sorted, and not by its inverse."""
+    return patch.object(ExpertRows, "places", lambda self: self.order)
+
+
 SMALL: Mapping[str, object] = {
     "vocab_size": 360, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "seq_length": 32, "micro_batch_size": 4, "global_batch_size": 4, "lr": 1e-3, "weight_decay": 0.1,
@@ -705,6 +751,9 @@ TENSOR = _case("tensor and sequence", 2, **SHARED, model_type="qwen3", qk_norm="
 """Norms of heads, biases, and a key/value head that both ranks hold."""
 PADDED = _case("padding token", 2, tensor_model_parallel_size=2, pad_token_id=-1)
 """The last token, which ends every document; with 512 rows for 360 tokens each rank has one with that number."""
+EXPERTS = _case(
+    "experts", 2, **SHARED, model_type="qwen3_moe", qk_norm="head", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+)
 LOW_RANK = _case("low-rank additions", 2, **SHARED, lora_rank=4)
 CONTEXT = _case("context", 2, context_parallel_size=2, cp_comm_type="ring", documents=True)
 RING = _case("ring of three", 3, context_parallel_size=3, cp_comm_type="ring", seq_length=36)
@@ -818,6 +867,11 @@ CATALOGUE: tuple[Fault, ...] = (
     Fault(ends_of_answers_masked, "huggingface/trl#5988", TEMPLATE, "data"),
     Fault(weights_of_a_blend_ignored, "NVIDIA-NeMo/Nemotron#78", BLEND, "data"),
     Fault(documents_at_the_offset_of_the_first, "NVIDIA/Megatron-LM#1145", MEGATRON, "data"),
+    Fault(experts_not_summed, "NVIDIA/Megatron-LM#619", EXPERTS, ONE, TP),
+    Fault(router_in_bf16, "marin-community/marin#4234", EXPERTS, HF),
+    Fault(experts_weights_not_normalized, "pytorch/torchtitan#1448", EXPERTS, HF),
+    Fault(weights_on_the_inputs_of_experts, "vllm-project/vllm#16744", EXPERTS, HF),
+    Fault(outputs_in_sorted_order, "pytorch/torchtitan#1340", EXPERTS, ONE, TP),
 )
 
 

@@ -59,7 +59,7 @@ def test_both_recipes_of_fp8_are_drawn_and_mostly_run() -> None:
     """In layouts of all kinds, codes that are gathered too; only what shares heads among ranks, or has another fault, is refused."""
     chance = random.Random(3)
     ran: Counter[tuple[object, object]] = Counter()
-    for _ in range(200):
+    for _ in range(400):
         base = module._spread(chance)
         if base is None or refusal(base) is not None:
             continue

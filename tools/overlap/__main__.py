@@ -14,7 +14,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, and no other
 
 from tools.overlap.against import PREFIX
-from tools.overlap.catalogue import HF, HF_NAMES, MODES, NAMES, STEPS, USER, baseline
+from tools.overlap.catalogue import (
+    EXPERTS_PER_TOKEN,
+    HF,
+    HF_NAMES,
+    MIXTURE,
+    MODES,
+    NAMES,
+    STEPS,
+    USER,
+    baseline,
+    model,
+)
 from tools.overlap.conditions import Limits, Stalls, alternating, stalling
 from tools.overlap.hosts import Delay, Hosts, RigError
 from tools.overlap.job import Job, bits_per_second
@@ -48,9 +59,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--rounds", type=int, default=8, help="measurements of each contender (default 8)"
     )
     parser.add_argument(
-        "--modes",
-        default=",".join(NAMES),
-        help=f"contenders, with commas between (default: all without {HF})",
+        "--modes", help=f"contenders, with commas between (default: all without {HF})"
     )
     parser.add_argument(
         "--user-module",
@@ -59,6 +68,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         const=",".join(USER),
         help="blocks of Hugging Face's LLaMA under shard(), DDP and FSDP2, and our own model: "
         + ",".join(USER),
+    )
+    parser.add_argument(
+        "--experts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the user's module is Hugging Face's Mixtral: each block has N experts, of which a "
+        f"token has {EXPERTS_PER_TOKEN}, of an N-th of the width: " + ",".join(MIXTURE),
     )
     parser.add_argument(
         "--tensor",
@@ -114,7 +131,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def _complete(options: argparse.Namespace) -> None:
     """Check and convert. Raises ValueError."""
-    chosen = options.modes.split(",")
+    chosen = (options.modes or ",".join(MIXTURE if options.experts else NAMES)).split(",")
+    if options.experts:
+        if options.experts < EXPERTS_PER_TOKEN or model().intermediate_size % options.experts:
+            raise ValueError(
+                f"--experts is at least {EXPERTS_PER_TOKEN}, and divides the width "
+                f"{model().intermediate_size} of an MLP"
+            )
+        if own := [name for name in chosen if not name.startswith(HF)]:
+            raise ValueError(f"--experts is for the user's module: not for {', '.join(own)}")
     names = tuple(dict.fromkeys((*map(baseline, chosen), *chosen)))
     if options.against is not None:
         options.against = options.against.absolute()
@@ -177,6 +202,8 @@ def words(options: argparse.Namespace) -> tuple[str, ...]:
         found.append(f"last host {options.slow_host}")
     if options.stall is not None:
         found.append(f"stalls of {options.stall[0] * 1e3:g} ms every {options.stall[1] * 1e3:g} ms")
+    if options.experts:
+        found.append(f"the user's module with {options.experts} experts")
     if options.latency or options.jitter:
         found.append(f"latency {options.latency:g} ms, jitter {options.jitter:g} ms")
     return tuple(found)
@@ -193,6 +220,7 @@ def run(options: argparse.Namespace) -> None:
         words(options),
         target,
         str(options.against) if options.against is not None else None,
+        options.experts,
     )
     rates = [options.rate] * options.hosts
     if options.slow_host is not None:

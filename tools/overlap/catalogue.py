@@ -74,6 +74,9 @@ USER = (
     HF + "optim_grads_params-3",
 )
 """What ``--user-module`` compares."""
+MIXTURE = (HF + COMPUTE, *HF_PEERS, HF + "optim", HF + "optim_grads", HF + "optim_grads_params-3")
+"""What ``--experts`` compares."""
+EXPERTS_PER_TOKEN = 2
 
 
 def mode_named(name: str) -> Mode | None:

@@ -196,7 +196,7 @@ def run(job: Job, rank: int) -> dict[str, list[Sample]]:
     """Every contender once per round, in random order, after some steps that open connections."""
     begin = time.perf_counter()
     clock = Clock()
-    contenders = build(job.names, Setting(rank, job.hosts, clock), job.against)
+    contenders = build(job.names, Setting(rank, job.hosts, clock, experts=job.experts), job.against)
     numbers = count()
     dice = random.Random(0)
     order = list(job.names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 
 import megatron_llama as ml
 from megatron_llama.data.loader import Batch
@@ -19,10 +20,10 @@ class Sharded:
         self._hosts = setting.hosts
         config = configuration(mode, setting.hosts)
         o = config.optimizer
-        self._model = UserModel(config, setting.clock)
+        self._model = UserModel(config, setting.clock, setting.experts)
         self._engine = ml.shard(
             self._model.lm,
-            units=[LlamaDecoderLayer],
+            units=[LlamaDecoderLayer, MixtralDecoderLayer],
             strategy=mode.strategy,
             param_slots=2 if mode.param_slots == "default" else int(mode.param_slots),
             bucket_size=USER_BUCKET_ELEMENTS,

@@ -31,8 +31,8 @@ class Prompt:
 
 
 def telling_context(models: Sequence[ModelConfig]) -> int:
-    """Return the length up to which a prompt shows no rotary scaling and no window of the models; 0
-    if they have none. A window as long as the longest sequence never shows."""
+    """Return the length up to which a prompt shows no rotary scaling, window or chunk of the
+    models; 0 if they have none. A window as long as the longest sequence never shows."""
     lengths = [0]
     for model in models:
         scaling = model.rope_scaling or {}
@@ -40,8 +40,9 @@ def telling_context(models: Sequence[ModelConfig]) -> int:
         lengths.append(int(scaling.get(ORIGINAL, 0)))
         if scaling.get("rope_type") == "dynamic":
             lengths.append(longest)
-        if model.sliding_window < longest:
-            lengths.append(model.sliding_window)
+        lengths += [
+            size for size in (model.sliding_window, model.attention_chunk_size) if size < longest
+        ]
     return max(lengths)
 
 

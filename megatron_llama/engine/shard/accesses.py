@@ -31,6 +31,7 @@ from megatron_llama.engine.shard.values import named
 from megatron_llama.errors import TrainingError, UserError
 
 if TYPE_CHECKING:
+    from megatron_llama.engine.shard.alternatives import Alternatives
     from megatron_llama.engine.shard.unused import Unused
 
 
@@ -120,6 +121,8 @@ class Accesses:
         """Whether the modules hold whole parameters, so that calls are none of the engine's
         business."""
         self.freezing = Freezing(engine, holders)
+        self.alternatives: Alternatives | None = None
+        """The parameters of units that a pass may leave out; None: there are none."""
         self.unused: Unused | None = None
         """Finds what no rank has used, so that the step leaves it out; None: nothing does."""
         if skips_unused:
@@ -221,6 +224,8 @@ class Accesses:
             counting = EndableCounting(plan.rounds, self.engine.bucket_plan.label)
             self.planned_counting = counting
             self.open_counting = None
+        if self.alternatives is not None:
+            self.alternatives.begin_step()
         with self.peers.explained():
             self.engine.begin_step(microbatches, () if plan is None else plan.accesses, counting)
         self.step.begun = True
@@ -327,6 +332,8 @@ class Accesses:
         for held in self.held:
             if held is not unit and not held.related(unit):
                 held.holders.hold_placeholders()
+                if self.alternatives is not None:
+                    self.alternatives.end(held.index)
         self.held = [held for held in self.held if held.related(unit)]
         self.held.append(unit)
         unit.holders.hold_parameters()

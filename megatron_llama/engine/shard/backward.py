@@ -111,6 +111,9 @@ class BackwardPasses:
         if unit.pooled and self._accesses.current is not unit:
             self._accesses.access(unit, backward=True)
             self._accesses.hold_in_backward(unit)
+        alternatives = self._accesses.alternatives
+        if alternatives is not None and not self._step.outside:
+            alternatives.begin(unit.index, opens=self._accesses.open_counting is not None)
 
     def enter(self, *, outside: bool = False) -> None:
         """Something happens in a backward pass: begin it, unless it has begun. ``outside`` says
@@ -168,6 +171,8 @@ class BackwardPasses:
 
     def _end(self) -> None:
         """Every gradient of a backward pass has been delivered."""
+        if self._accesses.alternatives is not None:
+            self._accesses.alternatives.end_all()
         self._accesses.release_held()
         if self._step.outside:
             self._step.in_backward = False

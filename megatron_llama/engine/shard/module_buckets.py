@@ -23,7 +23,12 @@ from megatron_llama.engine.plan.specs import ParamSpec, UnitSpec
 
 
 def module_bucket_plan(
-    units: Sequence[UnitSpec], options: EngineOptions, *, shards: int, kept: Collection[str] = ()
+    units: Sequence[UnitSpec],
+    options: EngineOptions,
+    *,
+    shards: int,
+    kept: Collection[str] = (),
+    alternatives: Collection[str] = (),
 ) -> BucketPlan:
     """Return the bucket plan of a user's model. ``units`` are in the order in which its modules
     are registered.
@@ -35,9 +40,13 @@ def module_bucket_plan(
     written. Parameters in no unit (``is_root_part``) have their own parameter slots, because it is
     unknown when they are read; their gradients share slots among themselves (``_root_pools``).
     ``kept`` are parameters in units that stay whole until their update: they have their own
-    parameter slots, too."""
+    parameter slots, too. ``alternatives`` are parameters in units whose gradients are complete when
+    the backward pass of the unit ends: where gradients share slots those of a unit have one
+    bucket."""
     slots = shared_slots(options)
     gathers_units = strategy_named(options.strategy).by_unit
+    # With buckets by size a unit may have more of them than there are slots.
+    end_with_unit = () if gathers_units or slots.gradients is None else frozenset(alternatives)
     users: dict[str, tuple[int, ...]] = {}
     for index, unit in enumerate(units):
         for spec in unit.params:
@@ -63,7 +72,9 @@ def module_bucket_plan(
             apart.add(spec.name)
             if not shared and not kind.needs_own_slot:
                 at_root.add(spec.name)
-        by_unit = gathers_units or (spec.name in apart and slots.gradients is not None)
+        by_unit = gathers_units or (
+            slots.gradients is not None and (spec.name in apart or spec.name in end_with_unit)
+        )
         if not shared and (kind.needs_own_slot or not by_unit):
             numbers = ()
         together.setdefault((kind, numbers), []).append(spec)
@@ -78,7 +89,10 @@ def module_bucket_plan(
         shards,
     )
     pools = _pools(
-        units, [None if b.placements[0].spec.name in apart else b for b in closed], users
+        units,
+        [None if b.placements[0].spec.name in apart else b for b in closed],
+        users,
+        end_with_unit,
     )
     parameters = _slots_in_pools(
         [
@@ -118,38 +132,42 @@ def _root_pools(kinds: Sequence[BucketKind | None], first: int) -> list[int]:
 
 
 def _pools(
-    units: Sequence[UnitSpec], buckets: Sequence[Bucket | None], users: Mapping[str, Sequence[int]]
+    units: Sequence[UnitSpec],
+    buckets: Sequence[Bucket | None],
+    users: Mapping[str, Sequence[int]],
+    end_with_unit: Container[str],
 ) -> list[int]:
     """Return the pool of slots of each bucket of a user's model; OWN_SLOT_POOL for None. ``users``
-    has the units of each parameter.
+    has the units of each parameter; ``end_with_unit`` names those whose buckets are complete at the
+    end of their unit, among others that are complete when they are full.
 
     A pool is for units of similar size: the largest unit of a class is at least half as large as
     the largest one of the pool, because slots as large as an encoder's layer would be wasted on a
     small decoder. It is for one depth of nesting, because a unit is read again after those inside
-    it, and for one kind, because a unit may have a bucket of each."""
-    largest: dict[tuple[BucketKind, int, str], int] = {}
-    keys: list[tuple[BucketKind, int, str] | None] = []
+    it, and for one kind and one moment of completion, because a unit may have a bucket of each."""
+    largest: dict[tuple[BucketKind, int, bool, str], int] = {}
+    keys: list[tuple[BucketKind, int, bool, str] | None] = []
     for bucket in buckets:
         if bucket is None:
             keys.append(None)
             continue
-        unit = units[users[bucket.placements[0].spec.name][0]]
-        key = bucket.kind, len(unit.inside), unit.module_class
+        name = bucket.placements[0].spec.name
+        unit = units[users[name][0]]
+        key = bucket.kind, len(unit.inside), name in end_with_unit, unit.module_class
         largest[key] = max(largest.get(key, 0), bucket.numel)
         keys.append(key)
-    pools: dict[tuple[BucketKind, int, str], int] = {}
-    heads: list[tuple[BucketKind, int, int]] = []
-    """Kind, depth and largest bucket of each pool so far."""
+    pools: dict[tuple[BucketKind, int, bool, str], int] = {}
+    heads: list[tuple[BucketKind, int, bool, int]] = []
+    """Kind, depth, moment and largest bucket of each pool so far."""
     # The largest first: it makes the pool, and the others see whether they are like it.
     for key in sorted(largest, key=lambda key: -largest[key]):
-        kind, depth, _ = key
         size = largest[key]
-        for number, (pool_kind, pool_depth, pool_size) in enumerate(heads):
-            if (kind, depth) == (pool_kind, pool_depth) and 2 * size >= pool_size:
+        for number, (*alike, pool_size) in enumerate(heads):
+            if [*key[:3]] == alike and 2 * size >= pool_size:
                 pools[key] = OWN_SLOT_POOL + 1 + number
                 break
         else:
-            heads.append((kind, depth, size))
+            heads.append((*key[:3], size))
             pools[key] = OWN_SLOT_POOL + len(heads)
     return [OWN_SLOT_POOL if key is None else pools[key] for key in keys]
 

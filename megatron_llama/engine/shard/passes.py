@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
@@ -45,6 +45,9 @@ from megatron_llama.engine.shard.peers import OrderError, Peers
 from megatron_llama.engine.shard.placeholders import Placeholder, ShardedParameterError
 from megatron_llama.engine.shard.positions import Counts, Position
 from megatron_llama.engine.shard.specs import ModuleUnit
+
+if TYPE_CHECKING:
+    from megatron_llama.engine.shard.alternatives import ByUnit
 
 COMPILE_HINT = (
     "shard() announces each call of a unit: compile units with module.compile(), or with "
@@ -89,12 +92,14 @@ class Passes:
         cast_to: torch.dtype | None,
         find_unused: bool,
         skips_unused: bool,
+        alternatives: ByUnit,
         ignored: Collection[nn.Parameter],
         shares_buffers: bool,
         require_values: Callable[[], None],
     ) -> None:
         """``cast_to`` is the dtype to which floating inputs of the model are cast; None: they are
-        not. ``ignored`` are parameters that the engine does not have. ``shares_buffers`` says
+        not. ``alternatives`` are parameters of units that a pass may leave out. ``ignored`` are
+        parameters that the engine does not have. ``shares_buffers`` says
         whether rank 0's buffers are those of all ranks. ``require_values`` raises while parameters
         have no values, or others than their masters."""
         self._model = model
@@ -125,6 +130,10 @@ class Passes:
             find_unused=find_unused,
             skips_unused=skips_unused,
         )
+        if alternatives:
+            from megatron_llama.engine.shard.alternatives import Alternatives
+
+            self._accesses.alternatives = Alternatives(engine, holders, alternatives)
         self._step = self._accesses.step
         self._backward = BackwardPasses(self._accesses)
         # Calls of the model begin and end its passes, where it is no unit as well.
@@ -512,6 +521,8 @@ class Passes:
         with self._peers.explained():
             if self._accesses.unused is not None and counting is not None:
                 self._accesses.unused.ask(counting.written)
+            if self._accesses.alternatives is not None:
+                self._accesses.alternatives.leave_out_unused(self._accesses.freezing.names)
             result = step()
         if counting is not None and self._order.end_step(counting.rounds):
             self._let_layers_wait()

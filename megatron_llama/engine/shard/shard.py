@@ -57,6 +57,7 @@ from megatron_llama.engine.shard.values import named
 from megatron_llama.errors import ConfigError, describe, listing
 
 if TYPE_CHECKING:
+    from megatron_llama.engine.shard.alternatives import ByUnit
     from megatron_llama.engine.shard.fp8 import Except, FP8Layers
 
 TORCHS_DEFAULTS = AdamW()
@@ -158,7 +159,9 @@ def shard(
     without it. ``"skip"`` leaves them as they are, with moments and count of steps, as DDP and
     torch.optim do; ``"zero"`` trains them with a gradient of zero, so that weight decay and moments
     go on. ``find_unused=True`` is ``"zero"``. With either ranks may use different parameters, and
-    gradients are reduced at the end of the step.
+    gradients are reduced at the end of the step. Experts in a list inside of a unit (modules of one
+    class with parameters of the same shapes) need neither: each pass may use some of them, and what
+    no rank has used in a step is left as with ``"skip"``.
     ``ignored`` are parameters that stay as and where they are, whole on every rank: names or
     patterns of names, modules, parameters. The engine does not move, cast, gather, reduce or update
     them; if they require gradients, their ``.grad`` is this rank's, and yours to reduce and use.
@@ -376,8 +379,17 @@ def _build(
         from megatron_llama.engine.shard.tensor_parallel import counted_once, require_same_values
 
         specs = counted_once(specs, layouts, mesh.tp.size)
+    alternatives: ByUnit = {}
+    if not options.find_unused:
+        from megatron_llama.engine.shard.alternatives import alternatives_in_units
+
+        alternatives = alternatives_in_units(units, names, groups, options.optimizer_offload)
     bucket_plan = module_bucket_plan(
-        specs, engine_options, shards=mesh.dp_shard.size, kept=kept_parameters(units)
+        specs,
+        engine_options,
+        shards=mesh.dp_shard.size,
+        kept=kept_parameters(units),
+        alternatives={name for own in alternatives.values() for name in own},
     )
     # Parameters get their handles while the engine is built, and these say why a wait ended.
     peers = Peers(mesh)
@@ -413,6 +425,7 @@ def _build(
             cast_to=options.dtype,
             find_unused=options.find_unused,
             skips_unused=options.unused == SKIP,
+            alternatives=alternatives,
             ignored=ignored.parameters.values(),
             shares_buffers=options.buffers == RANK0,
             require_values=values.require_usable,

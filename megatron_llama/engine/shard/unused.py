@@ -72,17 +72,18 @@ class Unused:
     def __init__(self, engine: OverlappedDistributedOptimizer) -> None:
         self._rules = parted_rules(engine)
         self._axis = engine.mesh.world
-        self._names = tuple(
+        self.names = tuple(
             placed.spec.name
             for bucket in engine.gradients.trainable
             for placed in engine.bucket_plan.buckets[bucket].placements
         )
+        """The trainable parameters."""
 
     def ask(self, used: Collection[str]) -> None:
         """Say which parameters have a gradient on this rank, before the updates of a step, which
         leave out those that have one on no rank. Collective; does not wait."""
         # On the host, so that the answer needs no device.
-        by_rank = torch.tensor([name in used for name in self._names], dtype=torch.uint8)
+        by_rank = torch.tensor([name in used for name in self.names], dtype=torch.uint8)
         pending = all_reduce(by_rank, self._axis, dist.ReduceOp.MAX)
         names = cache(lambda: self._without_gradient(by_rank, pending))
         for rule in self._rules:
@@ -91,7 +92,7 @@ class Unused:
     def _without_gradient(self, used: Tensor, pending: Pending) -> frozenset[str]:
         pending.wait()
         return frozenset(
-            name for name, is_used in zip(self._names, used.tolist(), strict=True) if not is_used
+            name for name, is_used in zip(self.names, used.tolist(), strict=True) if not is_used
         )
 
 

@@ -16,6 +16,7 @@ FAMILIES: Registry[Family] = Registry(
         "gemma2": "model.families.gemma2:GEMMA2",
         "gemma3_text": "model.families.gemma3_text:GEMMA3_TEXT",
         "mixtral": "model.families.mixtral:MIXTRAL",
+        "llama4_text": "model.families.llama4:LLAMA4_TEXT",
         "qwen3_moe": "model.families.qwen3_moe:QWEN3_MOE",
         "olmo2": "model.families.olmo2:OLMO2",
     }

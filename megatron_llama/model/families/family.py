@@ -66,6 +66,9 @@ class Family:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Modules of the HuggingFace model that are several of ours, stacked: theirs -> ours, from the
     first row to the last."""
+    stacked_experts: bool = False
+    """Whether the files have the matrices of all experts of a block in two tensors, [experts,
+    inputs, outputs], as LLaMA 4's; otherwise each expert has three of its own."""
     presets: Mapping[str, ModelConfig] = field(default_factory=dict)
     """Published models, by the names of ``--model``."""
 

@@ -137,8 +137,14 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
     first, second = heads.narrow(-1, 0, 2 * cos.shape[-1]).chunk(2, dim=-1)
+    rotate_pairs(first, second, cos, sin, sign)
+
+
+def rotate_pairs(first: Tensor, second: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
+    """Rotate both coordinates of pairs, [s, b, n, r / 2], by cos and ``sign`` times sin, in
+    place."""
     rotated = first * cos
-    if heads.dtype is rotated.dtype:
+    if first.dtype is rotated.dtype:
         rotated.addcmul_(second, sin, value=-sign)
         second.mul_(cos).addcmul_(first, sin, value=sign)
     else:  # sums in fp32, rounded once

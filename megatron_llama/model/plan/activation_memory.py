@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.model.plan.chunks import HEAD_CHUNK, LOSS_CHUNK, Granularity, head_rows
@@ -60,9 +59,9 @@ class Activations:
         parallel = config.parallel
         kind: Callable[..., Activations] = Activations
         if config.model.num_experts:
-            from megatron_llama.model.plan.expert_memory import ExpertActivations  # of few models
+            from megatron_llama.model.plan.expert_memory import expert_activations  # of few models
 
-            kind = partial(ExpertActivations, ep=parallel.expert_model_parallel_size)
+            kind = expert_activations(config)
         return kind(
             config.model,
             training.micro_batch_size,
@@ -142,7 +141,7 @@ class Activations:
             return 0
         heads = self.model.num_attention_heads // self.tp
         heads += self.model.num_key_value_heads * kv_copies(self.model, self.tp) // self.tp
-        scales = heads if self.model.qk_norm == "head" else 2
+        scales = 2 if self.model.qk_norm == "projection" else heads
         return self._query + self._key_value // 2 + self.tokens * scales * self.fp32_itemsize
 
     @property

@@ -7,7 +7,8 @@ sequences of a batch one after the other. No document crosses from one sequence 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,3 +46,14 @@ def seen_before(
     if not window or turn >= last or last - queries[0] <= seen[1] - seen[0] + 1:
         return [((queries[0], last), seen)]
     return [((queries[0], turn), seen), ((turn, last), seen)]
+
+
+def chunk_bounds(bounds: Sequence[int], length: int, size: int, *, restarts: bool) -> list[int]:
+    """Return the ``bounds`` of documents, and between them those of chunks of ``size`` tokens: they
+    are counted from the start of each sequence of ``length`` tokens, or of each document if
+    positions ``restarts`` there."""
+    cut = []
+    for start, stop in pairwise(bounds):
+        counted = 0 if restarts else start % length % size
+        cut += [start, *range(start - counted + size, stop, size)]
+    return [*cut, bounds[-1]]

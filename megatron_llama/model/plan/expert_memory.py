@@ -8,16 +8,33 @@ and of each token as many rows as it can have experts here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from megatron_llama.model.plan.activation_memory import Activations
+from megatron_llama.config.schema import Config
+from megatron_llama.model.plan.activation_memory import ROTARY_BYTES, Activations
 from megatron_llama.model.plan.chunks import Granularity
 from megatron_llama.model.plan.experts import is_sparse, sparse_layers
+from megatron_llama.model.plan.router_losses import NONE
+from megatron_llama.model.windows import chunk_of
 
 INDEX_BYTES = 8
 """The number of an expert, or of a row."""
 END_BYTES = 4
 """The number of the row behind an expert's last."""
+
+
+def expert_activations(config: Config) -> Callable[..., ExpertActivations]:
+    """Return the class of the activations of a run, which knows what is sent and which losses of
+    routers are trained."""
+    training = config.training
+    return partial(
+        ExpertActivations,
+        ep=config.parallel.expert_model_parallel_size,
+        has_balance=training.moe_router_load_balancing_type != NONE,
+        has_z_loss=training.moe_z_loss_coeff > 0,
+    )
 
 
 @dataclass(frozen=True)
@@ -27,12 +44,27 @@ class ExpertActivations(Activations):
 
     ep: int = 1
     """Ranks that divide the experts."""
+    has_balance: bool = False
+    has_z_loss: bool = False
+    """Which losses of routers are trained."""
 
     def blocks(self, layers: range, granularity: Granularity) -> int:
         """Return the bytes of the blocks of some layers, dense ones and those with experts."""
         sparse = sum(is_sparse(self.model, layer) for layer in layers)
         dense = (len(layers) - sparse) * self.block(granularity)
-        return dense + sparse * self.sparse_block(granularity)
+        total = dense + sparse * self.sparse_block(granularity)
+        if granularity == "full" or self.model.qk_norm != "l2":
+            return total
+        # Layers without positions have no norms of heads.
+        return total - self._qk_norm * sum(not chunk_of(self.model, layer) for layer in layers)
+
+    @property
+    def rotary(self) -> int:
+        """The rotary table, and the factors of queries in layers without positions."""
+        if not self.model.attn_temperature_tuning:
+            return super().rotary
+        samples = self.micro_batch_size if self.positions_per_sample else 1
+        return super().rotary + self.seq_length // self.cp * samples * ROTARY_BYTES
 
     def postponed_blocks(self, layers: range, granularity: Granularity) -> int:
         """Return the same between BACKWARD_INPUT and BACKWARD_WEIGHT."""
@@ -52,6 +84,12 @@ class ExpertActivations(Activations):
         return self._rows * self.model.moe_intermediate_size * self.itemsize
 
     @property
+    def _shared(self) -> int:
+        """Bytes of the shared expert's inner activation."""
+        width = self.model.moe_shared_expert_intermediate_size
+        return self._residual_tokens * width * self.itemsize
+
+    @property
     def _logits(self) -> int:
         """Bytes of the probabilities of all experts, or of the gradients of their logits."""
         return self._residual_tokens * self.model.num_experts * self.fp32_itemsize
@@ -64,9 +102,14 @@ class ExpertActivations(Activations):
     @property
     def _routing(self) -> int:
         """The experts of each token, their weights, and the probabilities of all; the experts and
-        weights of the tokens of all ranks, where these divide the experts."""
+        weights of the tokens of all ranks, where these divide the experts. Losses of routers keep a
+        factor of each expert for each sequence, and the logarithm of the softmax's denominator of
+        each token."""
         tables = 1 if self.ep == 1 else 1 + self.ep
-        return tables * self._places * (INDEX_BYTES + self.fp32_itemsize) + self._logits
+        choice = tables * self._places * (INDEX_BYTES + self.fp32_itemsize) + self._logits
+        losses = self.has_balance * self.micro_batch_size * self.model.num_experts
+        losses += self.has_z_loss * self._residual_tokens
+        return choice + losses * self.fp32_itemsize
 
     def sparse_block(self, granularity: Granularity) -> int:
         """Return the bytes of one block with experts."""
@@ -74,7 +117,9 @@ class ExpertActivations(Activations):
             return self.block("full")
         # Of a dense block all but what its MLP keeps.
         others = self.block(granularity) - (2 if granularity == "selective" else 3) * self._inner
-        # The output of the first product is computed again where activations are.
+        # The output of the first product is computed again where activations are; that of the
+        # shared expert is kept, as a dense block's.
+        others += (2 if granularity == "selective" else 3) * self._shared
         return others + self._routing + (2 * self._width if granularity == "none" else 0)
 
     def _postponed_sparse_block(self, granularity: Granularity) -> int:
@@ -93,6 +138,7 @@ class ExpertActivations(Activations):
             if granularity == "selective":
                 # Gathered once for the repeated product and the weight gradient.
                 order += self.ep * self.hidden
+        others += (4 if granularity == "selective" else 3) * self._shared
         return others + self._logits + 3 * self._width + order
 
     def gradients(self, recomputed: Granularity) -> int:
@@ -111,5 +157,9 @@ class ExpertActivations(Activations):
         experts = (
             again + gathered + hidden + max(hidden + 5 * width + wide + sums, 3 * width + 3 * wide)
         )
+        if self._shared:
+            # Its backward pass comes before or behind that of the others, whose input's gradient
+            # waits.
+            experts = max(experts, again + 3 * self._shared) + self.hidden
         dense = sparse_layers(self.model) < self.model.num_hidden_layers
         return max(experts, super().gradients(recomputed) if dense else 0)

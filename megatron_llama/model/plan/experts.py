@@ -11,6 +11,7 @@ those of its number among ``ep`` data-parallel ranks (``with_own_experts``), and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -22,8 +23,9 @@ from megatron_llama.model.plan.params import Shapes
 ROUTER = "mlp.gate.weight"
 GATE_UP = "mlp.experts.gate_up_proj"
 DOWN = "mlp.experts.down_proj"
-"""Names of the parameters in a block, and of the tensors in transformers 5, which stacks them to
-[experts, rows, columns]."""
+SHARED = "mlp.shared_expert"
+"""Names of the parameters in a block, and of the tensors in transformers 5, which stacks those of
+experts to [experts, rows, columns]; and of the expert of all tokens."""
 
 
 def is_sparse(model: ModelConfig, layer: int) -> bool:
@@ -40,8 +42,10 @@ def sparse_layers(model: ModelConfig) -> int:
 
 def elements_in_place_of_mlps(model: ModelConfig) -> int:
     """Return the elements of all matrices that a token meets in blocks with experts: its own
-    experts' and the router's. Those of the MLPs that these blocks do not have are subtracted."""
+    experts', the shared one's and the router's. Those of the MLPs that these blocks do not have are
+    subtracted."""
     widths = model.num_experts_per_tok * model.moe_intermediate_size - model.intermediate_size
+    widths += model.moe_shared_expert_intermediate_size
     per_layer = model.hidden_size * (3 * widths + model.num_experts)
     return sparse_layers(model) * per_layer
 
@@ -92,6 +96,26 @@ def expert_params(shapes: Shapes, prefix: str) -> tuple[ParamSpec, ...]:
         build(f"{prefix}.{ROUTER}", shape, (router,)),
         build(f"{prefix}.{GATE_UP}", (experts * 2 * inner, hidden), tuple(gates_and_ups)),
         build(f"{prefix}.{DOWN}", (experts * hidden, inner), tuple(downs)),
+        *_shared_params(model, prefix, build),
+    )
+
+
+def _shared_params(
+    model: ModelConfig, prefix: str, build: Callable[..., ParamSpec]
+) -> tuple[ParamSpec, ...]:
+    """Return the matrices of the expert of all tokens, which every tensor-parallel rank holds."""
+    inner, hidden = model.moe_shared_expert_intermediate_size, model.hidden_size
+    if not inner:
+        return ()
+    theirs = FAMILIES[model.model_type].tensors.get(SHARED, SHARED)
+    gate, up, down = (
+        f"{prefix}.{theirs}.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")
+    )
+    wide, narrow = (inner, hidden), (hidden, inner)
+    gate_up = (HFSlice(gate, wide, 0, inner), HFSlice(up, wide, inner, inner))
+    return (
+        build(f"{prefix}.{SHARED}.gate_up_proj.weight", (2 * inner, hidden), gate_up),
+        build(f"{prefix}.{SHARED}.down_proj.weight", narrow, (HFSlice(down, narrow, 0, hidden),)),
     )
 
 

@@ -192,7 +192,7 @@ class Shapes:
         those of the projection."""
         m = self.model
         names = ("self_attn.q_norm", "self_attn.k_norm")
-        if m.qk_norm == "none":
+        if m.qk_norm in ("none", "l2"):
             return ()
         if m.qk_norm == "head":
             # Each rank applies them to its own heads.

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 
 from megatron_llama.config.schema import Config, LoraConfig
 from megatron_llama.engine.options import MUON
-from megatron_llama.engine.plan.muon import with_muon
 from megatron_llama.engine.plan.specs import UnitSpec
 from megatron_llama.model.plan.freeze import is_frozen, with_frozen
 from megatron_llama.model.plan.lora import NO_LORA, adapter_shapes, with_adapters
@@ -37,8 +36,12 @@ def trained_units(
     of HuggingFace names. ``muon``: whether Muon updates the matrices of blocks."""
     adapted = (with_adapters(unit, lora, tp, sequence_parallel=sequence_parallel) for unit in units)
     frozen = (with_frozen(unit, freeze) for unit in adapted)
-    # Last: Muon leaves out low-rank additions and frozen parameters.
-    return tuple(with_muon(unit) if muon else unit for unit in frozen)
+    if not muon:
+        return tuple(frozen)
+    from megatron_llama.engine.plan.muon import with_muon  # of few runs
+
+    # Last: it leaves out low-rank additions and frozen parameters.
+    return tuple(with_muon(unit) for unit in frozen)
 
 
 def whole_model_units(config: Config, *, tp: int = 1) -> tuple[UnitSpec, ...]:

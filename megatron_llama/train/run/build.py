@@ -23,8 +23,7 @@ from megatron_llama.engine.options import MUON
 from megatron_llama.metrics.events import FAULT, START
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.model.llama import build_stages
-from megatron_llama.pipeline.build import build_optimizer, compute_dtype
-from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.pipeline.build import build_optimizer, compute_dtype, runtime_class
 from megatron_llama.train.run.bad_steps import BadSteps
 from megatron_llama.train.run.callbacks import Callback, Callbacks, Run
 from megatron_llama.train.run.checkpoints import Checkpoints
@@ -116,7 +115,7 @@ def open_run(
         loader = build_loader(
             config, inputs.training, data_rank=mesh.data_rank, data_size=mesh.data_size
         )
-        runtime = PipelineRuntime(
+        runtime = runtime_class(config)(
             stages, optimizer, mesh, config, dtype=compute_dtype(config), objective=inputs.objective
         )
         with mesh.recorder.outside_steps("loading the weights"):

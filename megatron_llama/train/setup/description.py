@@ -33,6 +33,7 @@ def describe_config(
         "layout": _layout(config, world_size, dp),
         "precision": name_precision(config),
         "optimizer": f"{optimizer.optimizer}, lr {optimizer.lr:g}, {optimizer.lr_decay_style}",
+        "routers": _routers(training),
         "data": name_data(config),
         "validation": f"every {interval:,} iterations" if interval else "none",
         "batch": _batch(training, dp),
@@ -44,6 +45,14 @@ def describe_config(
         "log": _log(config),
     }
     return {subject: words for subject, words in (subjects | (known or {})).items() if words}
+
+
+def _routers(training: TrainingConfig) -> str:
+    kind = training.moe_router_load_balancing_type
+    words = [f"{kind} x {training.moe_aux_loss_coeff:g}"] if kind != "none" else []
+    words += ["a forward pass more for each step"] if training.counts_experts_first else []
+    words += [f"z-loss x {training.moe_z_loss_coeff:g}"] if training.moe_z_loss_coeff else []
+    return ", ".join(words)
 
 
 def name_weights(config: Config) -> str:

@@ -27,7 +27,7 @@ from megatron_llama.model.hf_fields import IGNORE
 from megatron_llama.model.plan.lora import PROJECTIONS, projections
 from megatron_llama.model.presets import PRESETS
 from megatron_llama.model.rope import normal_rope, rope_problems
-from megatron_llama.model.windows import LAYER_TYPES, SLIDING, normal_windows
+from megatron_llama.model.windows import CHUNKED, LAYER_TYPES, SLIDING, normal_windows
 from megatron_llama.train.setup.checks.batch import batch_problems
 from megatron_llama.train.setup.checks.freeze import freeze_problems
 from megatron_llama.train.setup.checks.lora import lora_problems
@@ -190,6 +190,9 @@ def resolve(config: Config, world_size: int) -> Config:
     window = model.sliding_window
     layer_types = model.layer_types
     known = len(layer_types) in (0, model.num_hidden_layers) and not {*layer_types} - {*LAYER_TYPES}
+    # All of them full beside chunks is a mistake, which the checks name.
+    has_chunks = model.attention_chunk_size > 0 and len(layer_types) > 0
+    known = known and not (has_chunks and CHUNKED not in layer_types)
     if known and (window or SLIDING not in layer_types):
         window, layer_types = normal_windows(window, layer_types)
     model = replace(
@@ -263,6 +266,10 @@ def _chosen_problems(config: Config) -> Iterator[str]:
         from megatron_llama.train.setup.checks.experts import expert_problems
 
         yield from expert_problems(config)
+    if config.training.has_router_losses or config.training.moe_aux_loss_coeff > 0:
+        from megatron_llama.train.setup.checks.experts import router_loss_problems
+
+        yield from router_loss_problems(config)
     if config.zenflow != ZenFlowConfig():
         from megatron_llama.train.setup.checks.zenflow import zenflow_problems
 

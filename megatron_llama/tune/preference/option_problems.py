@@ -155,6 +155,14 @@ def align_problems(parsed: Parsed) -> Iterator[str]:
             expected="0: the losses of preference tuning compare answers, not tokens",
             do="leave it out",
         )
+    if parsed.get(TrainingConfig).has_router_losses:
+        kind = parsed.get(TrainingConfig).moe_router_load_balancing_type
+        yield describe(
+            "--moe-router-load-balancing-type, --moe-z-loss-coeff",
+            got=f"{kind} and {parsed.get(TrainingConfig).moe_z_loss_coeff:g}",
+            expected="none and 0: preference tuning has no losses of routers",
+            do="leave them out",
+        )
 
 
 def _out_of_range(options: AlignConfig) -> Iterator[str]:

@@ -54,7 +54,16 @@ def data_problems(parsed: Parsed, command: str) -> Iterator[str]:
             expected="one way to tell what evaluation reads",
             do="leave one out",
         )
-    if parsed.get(TrainingConfig).cuda_graph_scope != "none":
+    training = parsed.get(TrainingConfig)
+    if parsed.get(SFTConfig).neftune_noise_alpha and training.counts_experts_first:
+        yield describe(
+            "--neftune-noise-alpha",
+            got="a value, with --moe-router-load-balancing-type "
+            f"{training.moe_router_load_balancing_type}",
+            expected="seq_aux_loss: the pass that counts the tokens of experts has no noise",
+            do="change one of the two",
+        )
+    if training.cuda_graph_scope != "none":
         yield describe(
             "--cuda-graph-scope block",
             got=command,

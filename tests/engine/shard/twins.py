@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import BartConfig, LlamaConfig, Qwen3Config, ResNetConfig, T5Config, ViTConfig
+from transformers import BartConfig, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig, ResNetConfig, T5Config, ViTConfig
 from transformers.models.bart.modeling_bart import BartDecoderLayer, BartEncoderLayer, BartForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer, MixtralForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer, Qwen3MoeForCausalLM
 from transformers.models.resnet.modeling_resnet import ResNetBasicLayer, ResNetForImageClassification
 from transformers.models.t5.modeling_t5 import T5Block, T5ForConditionalGeneration
 from transformers.models.vit.modeling_vit import ViTForImageClassification, ViTLayer
@@ -72,6 +74,19 @@ def qwen3() -> nn.Module:
     """Norms of queries and keys, tied embeddings."""
     options = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
     return Qwen3ForCausalLM(Qwen3Config(**options, num_key_value_heads=2, head_dim=16, initializer_range=0.05, tie_word_embeddings=True))
+
+
+def mixture(kind: type[nn.Module], config: type, **changes: Any) -> nn.Module:
+    """Experts that are stacked in one parameter, and the loss that balances them."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    balance = {"output_router_logits": True, "router_aux_loss_coef": 0.05, "num_experts_per_tok": 2}
+    return kind(config(**sizes, **balance, initializer_range=0.05, **changes))
+
+
+mixtral = partial(mixture, MixtralForCausalLM, MixtralConfig, intermediate_size=96, num_local_experts=8, sliding_window=None)
+qwen3_moe = partial(
+    mixture, Qwen3MoeForCausalLM, Qwen3MoeConfig, intermediate_size=96, moe_intermediate_size=48, head_dim=16, num_experts=16, norm_topk_prob=True
+)
 
 
 def vit() -> nn.Module:
@@ -158,6 +173,8 @@ class Twin:
 TWINS = {
     "llama": Twin(llama, text, (LlamaDecoderLayer,)),
     "qwen3": Twin(qwen3, text, (Qwen3DecoderLayer,)),
+    "mixtral": Twin(mixtral, text, (MixtralDecoderLayer,)),
+    "qwen3_moe": Twin(qwen3_moe, text, (Qwen3MoeDecoderLayer,)),
     "vit": Twin(vit, pictures, (ViTLayer,), idle="k_proj.bias"),
     "resnet": Twin(resnet, pictures, (ResNetBasicLayer,)),
     "mlp": Twin(Classifier, vectors, (nn.Linear,)),

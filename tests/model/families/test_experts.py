@@ -50,7 +50,15 @@ def theirs(model: ModelConfig, source: Any) -> nn.Module:
     return filled(AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields)), model, source)
 
 
+CHUNKS = {
+    "model_type": "llama4_text", "attention_chunk_size": 5, "layer_types": ("chunked_attention", "full_attention", "full_attention", "chunked_attention"),
+    "qk_norm": "l2",
+}  # fmt: skip
+
+
 @pytest.mark.tries("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+@pytest.mark.tries("attention_chunk_size", "attn_temperature_tuning", "floor_scale", "attn_scale", "moe_router_score_function")
+@pytest.mark.tries("moe_apply_probs_on_input", "moe_shared_expert_intermediate_size")
 @pytest.mark.parametrize(
     ("options", "sparse"),
     [
@@ -60,6 +68,12 @@ def theirs(model: ModelConfig, source: Any) -> nn.Module:
         ({"decoder_sparse_step": 3, "mlp_only_layers": (2,), "moe_router_topk": 1}, []),
         ({"num_experts": 3, "moe_router_topk": 1, "norm_topk_prob": True}, [0, 1, 2, 3]),
         ({"model_type": "mixtral", "moe_ffn_hidden_size": None}, [0, 1, 2, 3]),
+        ({**CHUNKS, "attn_temperature_tuning": True, "floor_scale": 3, "attn_scale": 0.7}, [0, 1, 2, 3]),
+        (
+            {"model_type": "llama4_text", "attention_chunk_size": 64, "decoder_sparse_step": 2, "moe_router_score_function": "sigmoid"}
+            | {"moe_apply_probs_on_input": True, "moe_shared_expert_intermediate_size": 24},
+            [1, 3],
+        ),
     ],
 )
 def test_options_are_those_of_transformers(options: dict[str, Any], sparse: list[int]) -> None:
@@ -69,7 +83,7 @@ def test_options_are_those_of_transformers(options: dict[str, Any], sparse: list
     assert [layer for layer in range(4) if is_sparse(model, layer)] == sparse
     source = DrawnWeights(model)
     twin = theirs(model, source)
-    routers = {name.split(".")[2] for name, _ in twin.named_parameters() if name.endswith(".mlp.gate.weight")}
+    routers = {name.split(".")[2] for name, _ in twin.named_parameters() if name.endswith((".mlp.gate.weight", ".router.weight"))}
     assert routers == set(map(str, sparse))
     [stage] = build_stages(config, Mesh.single()).values()
     load_stages([stage], rank_specs(config, Mesh.single()), source, dtype=torch.float32, device=torch.device("cpu"))
@@ -104,8 +118,15 @@ EP2 = {"expert_model_parallel_size": 2}
         ({"num_experts": 2000}, "--num-experts: got 2000, expected at most 1,024"),
         ({"decoder_sparse_step": 0}, "--decoder-sparse-step: got 0, expected a positive number"),
         ({"model_type": "mixtral", "moe_ffn_hidden_size": 40}, "--moe-intermediate-size: got 40, expected 48, as in the config.json of a Mixtral"),
+        ({**CHUNKS, "moe_router_score_function": "softmax"}, "--moe-router-score-function: got softmax, expected sigmoid, as in the config.json of a Llama4"),
+        ({**CHUNKS, "moe_shared_expert_intermediate_size": 8}, "--moe-shared-expert-intermediate-size: got 8, expected 24, as in the config.json of a"),
+        ({**CHUNKS, "attention_chunk_size": 0}, "--attention-chunk-size: got 0, expected a positive number"),
+        ({**CHUNKS, "sliding_window": 4}, "--sliding-window: got 4, expected 0, as in the config.json of a Llama4ForCausalLM"),
+        ({"attention_chunk_size": 4}, "--attention-chunk-size: got 4, expected 0, as in the config.json of a Qwen3MoeForCausalLM"),
+        ({**CHUNKS, "layer_types": ("full_attention",) * 4}, "full_attention, expected chunked_attention for some of them"),
         ({"model_type": "llama"}, "--num-experts: got 6, expected 0, as in the config.json of a LlamaForCausalLM"),
-        ({"moe_aux_loss_coeff": 0.01}, "losses that balance them are not written here"),
+        ({**CHUNKS, "moe_z_loss_coeff": 0.01}, "--moe-z-loss-coeff: got 0.01, expected none of them: they are of the softmax of a router"),
+        ({**CHUNKS, **EP2}, "got 2 with --moe-apply-probs-on-input (LLaMA 4), expected 1: nothing shows that it is right for weights of inputs"),
         ({"expert_model_parallel_size": 4}, "--expert-model-parallel-size: got 4, expected a divisor of num_experts 6"),
         ({"expert_model_parallel_size": 3}, "--expert-model-parallel-size: got 3, expected a divisor of the 2 data-parallel ranks"),
         ({**EP2, "data_parallel_shard_size": 1}, "--expert-model-parallel-size: got 2 with --data-parallel-shard-size 1, expected 0"),
@@ -128,7 +149,7 @@ def test_the_planner_does_not_guess() -> None:
 
 def test_flops_are_those_of_the_experts_of_a_token() -> None:
     """By the published numbers of active parameters: 12.9 billion of Mixtral 8x7B, 3.3 billion of Qwen3-30B-A3B, 22 of 235."""
-    for name, active in {"mixtral-8x7b": 12.9e9, "qwen3-30b-a3b": 3.3e9, "qwen3-235b-a22b": 22.0e9}.items():
+    for name, active in {"mixtral-8x7b": 12.9e9, "qwen3-30b-a3b": 3.3e9, "qwen3-235b-a22b": 22.0e9, "llama4-scout": 17.2e9, "llama4-maverick": 17.2e9}.items():
         model = PRESETS[name]
         embedding = model.vocab_size * model.hidden_size
         matrices = flops_per_token(replace(model, sliding_window=1), 1, causal=False) / 6 + embedding
@@ -155,18 +176,19 @@ def test_tokens_stay_on_their_rank(cluster: Cluster) -> None:
     assert (whole[1] - less[1]) / 2 == sparse.forward_bytes + sparse.backward_bytes
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "llama4"])
 def test_no_choice_of_the_parity_tests_hangs_on_rounding(family: str) -> None:
     """Between the last expert of a token and the next one there is far more than another order of sums changes."""
     model = TWINS[family].hf_model()
     margins: list[float] = []
 
     def note(router: Any, given: object, routing: tuple[Tensor, ...]) -> None:
-        best = routing[0].detach().float().softmax(-1).topk(router.top_k + 1).values
+        logits = routing[1 if family == "llama4" else 0].detach().float()
+        best = (logits if family == "llama4" else logits.softmax(-1)).topk(router.top_k + 1).values
         margins.append(float((best[:, -2] - best[:, -1]).min()))
 
     for name, module in model.named_modules():
-        if name.endswith("mlp.gate"):
+        if name.endswith(("mlp.gate", "router")):
             module.register_forward_hook(note)
     train_twin(model, FamilyLayout(family=family, steps=6))
     assert len(margins) >= 6 * 3 and min(margins) > 1e-5, min(margins)

@@ -16,7 +16,7 @@ from megatron_llama.model.load import load_stages, rank_specs
 from torch import Tensor
 
 from tests.harness import Cluster
-from tests.model.families.twins import FIXED, SIZES, TWINS, DrawnWeights, FamilyLayout, family_layouts, reference
+from tests.model.families.twins import DRAWN, FIXED, SIZES, TWINS, DrawnWeights, FamilyLayout, family_layouts, reference
 from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, Record, Reference, deviation, merged, record, token_ids, train, trainer
 from tests.parallel.test_head import with_chunks
 from tests.parallel.test_lora import train_peft
@@ -75,7 +75,7 @@ def some_layouts() -> list[FamilyLayout]:
     chosen = []
     for number, family in enumerate(TWINS):
         own = family_layouts(family)
-        chosen += [own[3], own[5], own[len(FIXED) + number]]
+        chosen += [own[3], own[5], own[len(FIXED) + number % DRAWN]]
     return chosen
 
 
@@ -83,8 +83,10 @@ WINDOWED = [
     FamilyLayout(family="gemma3", documents=True, tp=2, cp=2, sp=True),
     FamilyLayout(family="mistral", documents=True, cp=4),
     FamilyLayout(family="phi3", documents=True, cp=2, pp=2, microbatches=2),
+    FamilyLayout(family="llama4", documents=True, cp=2, tp=2, sp=True),
+    FamilyLayout(family="llama4", documents=True, cp=4, cp_comm="a2a"),
 ]
-"""Documents in windows, with positions of their own."""
+"""Documents in windows and chunks, with positions of their own."""
 
 
 SPREAD_EXPERTS = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -13,9 +14,11 @@ import transformers
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.model.hf import model_config_from_hf
 from megatron_llama.prove.materials import DrawnWeights
+from torch import Tensor, nn
 
+from tests import torch_twin
 from tests.harness import Cluster
-from tests.parallel.cases import STEPS, STRATEGIES, Layout, Record, Reference, train, train_twin
+from tests.parallel.cases import OPTIMIZER, STEPS, STRATEGIES, Layout, Record, Reference, global_samples, train, train_twin
 from tests.parallel.draw import draw
 from tests.torch_twin import filled
 
@@ -128,7 +131,27 @@ TWINS = {
             "sliding_window": WINDOW,
         },
     ),
+    "llama4": Twin(
+        "Llama4TextConfig",
+        {
+            "head_dim": 20,
+            "intermediate_size": 40,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_layers": [0, 2, 3],
+            "no_rope_layers": [1, 0, 1, 1],
+            "attention_chunk_size": WINDOW,
+            "floor_scale": 3,
+            "attn_scale": 0.5,
+            "rope_parameters": _rotary("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+        },
+    ),
 }
+
+
+BALANCE, Z_LOSS = 0.3, 0.05
+"""Weights of the routers' losses, with which they move a norm by far more than its bound."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +159,10 @@ class FamilyLayout(Layout):
     """A layout of a family's model."""
 
     family: str = "llama"
+    balance: str = "none"
+    """The loss that balances experts."""
+    z_loss: float = 0.0
+    """Weight of the routers' z-loss."""
 
     @property
     def model(self) -> ModelConfig:
@@ -145,17 +172,20 @@ class FamilyLayout(Layout):
     @property
     def reference(self) -> FamilyLayout:
         """See Layout."""
-        kept = ("family", "pad", "trains_pad", "documents", "fp64", "clip", "steps", "freeze", "lora", "targets")
+        kept = ("family", "pad", "trains_pad", "documents", "fp64", "clip", "steps", "freeze", "lora", "targets", "balance", "z_loss")
         return FamilyLayout(**{name: getattr(self, name) for name in kept})
 
     @property
     def name(self) -> str:
         """See Layout."""
-        return f"{self.family} {super().name}"
+        losses = [self.balance] * (self.balance != "none") + ["z-loss"] * (self.z_loss > 0)
+        return " ".join([self.family, super().name, *losses])
 
     def config(self) -> Config:
         """See Layout."""
-        return replace(super().config(), model=self.model)
+        config = super().config()
+        kind = {"moe_router_load_balancing_type": self.balance, "moe_aux_loss_coeff": BALANCE if self.balance != "none" else 0.0}
+        return replace(config, model=self.model, training=replace(config.training, **kind, moe_z_loss_coeff=self.z_loss))
 
     def weights(self) -> DrawnWeights:
         """See Layout."""
@@ -186,9 +216,27 @@ def family_layouts(family: str) -> list[FamilyLayout]:
     """The fixed ones, and others of the random layouts for each family."""
     pool = [layout for layout in draw() if layout.layers == SIZES["num_hidden_layers"] and layout.world_size > 1]
     chosen = FIXED + random.Random(family).sample(pool, DRAWN)
-    chosen += DIVIDED if TWINS[family].ours.num_experts else []
+    model = TWINS[family].ours
+    chosen += DIVIDED if model.num_experts and not model.moe_apply_probs_on_input else []
     plain = {"kv_heads": Layout().kv_heads, "tied": False, "documents": False, "steps": STEPS}
     return [FamilyLayout(**(asdict(layout) | plain | {"offload": layout.offload, "family": family})) for layout in chosen]
+
+
+ROUTED = [
+    Layout(tp=2, cp=2, sp=True, cp_comm="ring", microbatches=2, recompute="full"),
+    Layout(tp=2, dp=2, ep=2, sp=True, strategy="optim_grads_params", microbatches=2, recompute="selective"),
+    Layout(pp=2, virtual=2, dp=2, strategy="optim_grads", microbatches=2, schedule="zb-v"),
+    Layout(tp=2, pp=2, sp=True, microbatches=4, schedule="zb-h1", recompute="full"),
+]
+"""With losses of routers: each axis, all that is computed again, and gradients that are postponed."""
+
+
+def routed_layouts(family: str) -> list[FamilyLayout]:
+    """Each loss of routers in each of those layouts, for a family with experts."""
+    if not TWINS[family].ours.num_experts:
+        return []
+    losses = [(balance, 0.0) for balance in ("seq_aux_loss", "global_aux_loss", "hf_aux_loss")] + [("none", Z_LOSS)]
+    return [FamilyLayout(**(asdict(one) | {"offload": one.offload, "family": family, "balance": balance, "z_loss": z})) for balance, z in losses for one in ROUTED]
 
 
 def reference(cluster: Cluster, layout: FamilyLayout) -> Reference:
@@ -202,4 +250,30 @@ def _train_hf(alone: FamilyLayout) -> Record | None:
     """None for what transformers has no counterpart of."""
     if alone.documents or alone.lora or alone.freeze:
         return None
-    return train_twin(TWINS[alone.family].hf_model(pad_token_id=alone.pad), alone)
+    model = TWINS[alone.family].hf_model(pad_token_id=alone.pad)
+    return train_routers(model, alone) if alone.balance != "none" or alone.z_loss else train_twin(model, alone)
+
+
+def train_routers(model: Any, layout: FamilyLayout) -> Record:
+    """``train_twin`` with transformers' own loss of routers: called with the logits of one sequence of one block, of one block, or of all
+    blocks as its models do."""
+    balance, experts, chosen = sys.modules[type(model).__module__].load_balancing_loss_func, layout.model.num_experts, layout.model.num_experts_per_tok
+    losses: list[float] = []
+
+    def loss_of(index: int) -> Tensor:
+        text = global_samples(index)
+        out = model(text[:, :-1], output_router_logits=True)
+        loss = nn.functional.cross_entropy(out.logits.flatten(0, 1), text[:, 1:].flatten())
+        losses.append(loss.item())
+        blocks = out.router_logits
+        if layout.balance == "hf_aux_loss":
+            loss = loss + BALANCE * balance(blocks, experts, chosen)
+        elif layout.balance != "none":
+            # transformers does not divide by the experts of a token.
+            parts = [part for logits in blocks for part in (logits.chunk(len(text)) if layout.balance == "seq_aux_loss" else (logits,))]
+            terms = [balance((part,), experts, chosen) / chosen for part in parts]
+            loss = loss + BALANCE * torch.stack(terms).sum() * len(blocks) / len(parts)
+        return loss + layout.z_loss * torch.stack([logits.logsumexp(-1).square().mean() for logits in blocks]).sum()
+
+    _, norms = torch_twin.train(model, torch_twin.adamw(model.parameters(), OPTIMIZER), lambda index: [loss_of(index)], layout.steps, layout.clip)
+    return Record(tuple(losses), tuple(norms))

@@ -108,11 +108,13 @@ class WithExperts(Wide):
 
     experts: int = 8
     step: int = 2
+    shared: int = 0
 
     def config(self) -> Config:
         """See Layout."""
         config = super().config()
         sizes = {"num_experts": self.experts, "num_experts_per_tok": 4, "moe_intermediate_size": 192, "intermediate_size": 64}
+        sizes |= {"moe_shared_expert_intermediate_size": self.shared}
         return replace(config, model=replace(config.model, **sizes, decoder_sparse_step=self.step))
 
 
@@ -123,6 +125,7 @@ class WithExperts(Wide):
         WithExperts(vocabulary=300),
         WithExperts(vocabulary=300, recompute="selective"),
         WithExperts(vocabulary=300, recompute="full", step=1),
+        WithExperts(vocabulary=300, shared=512, step=1),
         WithExperts(vocabulary=300, bf16=True),
         WithExperts(vocabulary=300, bf16=True, recompute="selective", step=1),
     ],

@@ -40,6 +40,7 @@ WRAPPERS: Mapping[str, str] = MappingProxyType(
 )
 """Prefixes of the names of tensors that were saved from a wrapped model."""
 EMBEDDING, HEAD = VOCABULARY_TENSORS
+LEFT_OUT = "the text model is read, without what sees pictures"
 
 
 class HFWeights:
@@ -111,7 +112,7 @@ class HFWeights:
         self._read.add(named.name)
         for path in files_named_by(named):
             self._read.add(path.name)
-            file = _open(path)
+            file = self._text_part(_open(path))
             for name in list(file.keys()):
                 known = self._file_of.setdefault(name, file)
                 if known is file or _is_equal(known.get_slice(name), file.get_slice(name), name):
@@ -119,6 +120,18 @@ class HFWeights:
                 got = f"other values in {path.name} than in another file of {named.name}"
                 do = "remove the tensor from the file that does not belong to the model"
                 yield describe(f"{self.folder} {name}", got=got, expected="one tensor", do=do)
+
+    def _text_part(self, file: Any) -> Any:
+        """Return a file of weights, of a LLaMA 4 that also sees pictures with the tensors of its
+        text model alone."""
+        if self.model.model_type != "llama4_text":
+            return file
+        from megatron_llama.checkpoint.model_folders.hf.text_part import TextPart  # of few models
+
+        part = TextPart(file)
+        if part.left_out and not any(LEFT_OUT in note for note in self.notes):
+            self.notes += (f"{self.folder}: {LEFT_OUT}",)
+        return part
 
     def _problems(self) -> Iterator[str]:
         shapes = hf_shapes(self.model)

@@ -1,11 +1,12 @@
 """Experts as transformers 5 has them in memory, and in folders that it saves with
 ``save_original_format=False``: of a block one tensor [experts, rows, columns] for all gates and
-ups, and one for all outputs. Other folders have three tensors for each expert."""
+ups, and one for all outputs. Other folders have three tensors for each expert, but for LLaMA 4's,
+which have the two tensors of a block as [experts, columns, rows]."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -13,14 +14,9 @@ from torch import Tensor
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.engine.plan.specs import Rectangle
-from megatron_llama.model.plan.experts import (
-    DOWN,
-    GATE_UP,
-    ROUTER,
-    expert_names,
-    is_sparse,
-    router_name,
-)
+from megatron_llama.model.families import FAMILIES
+from megatron_llama.model.plan.experts import ROUTER, expert_names, is_sparse, router_name
+from megatron_llama.model.plan.params import hf_shapes
 
 
 @dataclass(frozen=True)
@@ -35,6 +31,15 @@ class Place:
     """Its first row."""
     rows: int
     columns: int
+    transposed: bool = False
+    """Whether the tensor has columns before rows."""
+
+    def of(self, whole: Tensor) -> Tensor:
+        """View the matrix in its tensor."""
+        if len(self.shape) == 2:
+            return whole[self.row : self.row + self.rows]
+        matrix = whole[self.expert].t() if self.transposed else whole[self.expert]
+        return matrix[self.row : self.row + self.rows]
 
 
 def stacked_places(model: ModelConfig) -> dict[str, Place]:
@@ -43,20 +48,38 @@ def stacked_places(model: ModelConfig) -> dict[str, Place]:
     hidden = model.hidden_size
     inner = model.moe_intermediate_size
     experts = model.num_experts
+    family = FAMILIES[model.model_type]
+    turned = family.stacked_experts
+    owner = family.tensors.get("mlp.experts", "mlp.experts") if turned else "mlp.experts"
+    stacks = [f"{owner}.{name}" for name in ("gate_up_proj", "down_proj")]
     places = {}
     for layer in filter(lambda layer: is_sparse(model, layer), range(model.num_hidden_layers)):
         prefix = f"model.layers.{layer}."
         shape = (experts, hidden)
-        router = Place(f"{prefix}{ROUTER}", shape, 0, 0, experts, hidden)
-        places[prefix + router_name(model)] = router
-        both = (f"{prefix}{GATE_UP}", (experts, 2 * inner, hidden))
-        output = (f"{prefix}{DOWN}", (experts, hidden, inner))
+        if not turned:
+            router = Place(f"{prefix}{ROUTER}", shape, 0, 0, experts, hidden)
+            places[prefix + router_name(model)] = router
+        sizes = [(2 * inner, hidden), (hidden, inner)]
+        both, output = (
+            (prefix + name, (experts, *(size[::-1] if turned else size)))
+            for name, size in zip(stacks, sizes, strict=True)
+        )
         for expert in range(experts):
             gate, up, down = (prefix + name for name in expert_names(model, expert))
-            places[gate] = Place(*both, expert, 0, inner, hidden)
-            places[up] = Place(*both, expert, inner, inner, hidden)
-            places[down] = Place(*output, expert, 0, hidden, inner)
+            places[gate] = Place(*both, expert, 0, inner, hidden, turned)
+            places[up] = Place(*both, expert, inner, inner, hidden, turned)
+            places[down] = Place(*output, expert, 0, hidden, inner, turned)
     return places
+
+
+def stacked_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every tensor of transformers 5's model, in forward order."""
+    places = stacked_places(model)
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in hf_shapes(model).items():
+        place = places.get(name)
+        found |= {name: shape} if place is None else {place.tensor: place.shape}
+    return found
 
 
 class MatrixSlice:
@@ -87,7 +110,11 @@ class MatrixSlice:
         if len(place.shape) == 2:
             values: Tensor = self._stacked[within, columns]
             return values
-        values = self._stacked[place.expert : place.expert + 1, within, columns]
+        expert = slice(place.expert, place.expert + 1)
+        if place.transposed:
+            turned: Tensor = self._stacked[expert, columns, within]
+            return turned[0].t()
+        values = self._stacked[expert, within, columns]
         return values[0]
 
 
@@ -102,15 +129,13 @@ def by_file_names(model: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str
     stacked = {place.tensor for place in places.values()}
     found = {name: tensor for name, tensor in tensors.items() if name not in stacked}
     for name, place in places.items():
-        whole = tensors[place.tensor]
-        matrix = whole if whole.dim() == 2 else whole[place.expert]
-        found[name] = matrix[place.row : place.row + place.rows]
+        found[name] = place.of(tensors[place.tensor])
     return found
 
 
 class StackedExperts:
-    """A source of weights that also has the stacked tensors, whole, under their names in
-    transformers 5."""
+    """A source of weights that also has the stacked tensors, all rows of some or all experts, under
+    their names in transformers 5."""
 
     def __init__(self, source: WeightSource, model: ModelConfig) -> None:
         self._source = source
@@ -123,8 +148,16 @@ class StackedExperts:
         if rectangle.name not in self._parts:
             self._source(rectangle, out)
             return
+        first, count = rectangle.offset[0], rectangle.size[0]
         for name, place in self._parts[rectangle.name]:
-            whole = out if out.dim() == 2 else out[place.expert]
             shape = (place.rows, place.columns)
             part = Rectangle(name, shape, (0, 0), shape, 0)
-            self._source(part, whole[place.row : place.row + place.rows])
+            if len(place.shape) == 2:
+                self._source(part, place.of(out))
+            elif place.transposed and first <= place.expert < first + count:
+                # A source may need rows that are contiguous.
+                values = out.new_empty(shape)
+                self._source(part, values)
+                replace(place, expert=place.expert - first).of(out).copy_(values)
+            elif first <= place.expert < first + count:
+                self._source(part, replace(place, expert=place.expert - first).of(out))

@@ -25,6 +25,7 @@ from megatron_llama.config.schema import ModelConfig
 from megatron_llama.data.tokenizer.base import Tokenizer
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError
+from megatron_llama.model.families import FAMILIES
 from megatron_llama.model.hf import carried_config
 from megatron_llama.model.plan.params import hf_shapes
 
@@ -66,7 +67,13 @@ class HFWriter:
         extra: Mapping[str, Any],
     ) -> Iterator[WriteTask]:
         """Yield a task for each weight file. The small files are written at once."""
-        files = _plan_files(hf_shapes(model), dtype, self.max_shard_bytes)
+        shapes = hf_shapes(model)
+        if FAMILIES[model.model_type].stacked_experts:
+            from megatron_llama.checkpoint.model_folders.hf import stacked_experts  # of few models
+
+            shapes = stacked_experts.stacked_shapes(model)
+            source = stacked_experts.StackedExperts(source, model)
+        files = _plan_files(shapes, dtype, self.max_shard_bytes)
         if len(files) > 1:
             elements = sum(math.prod(shape) for file in files.values() for shape in file.values())
             file_of = {tensor: name for name, shapes in files.items() for tensor in shapes}

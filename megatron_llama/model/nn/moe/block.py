@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -25,7 +26,9 @@ class Gate(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.rule = Router(config.num_experts_per_tok, config.norm_topk_prob)
+        self.rule = Router(
+            config.num_experts_per_tok, config.norm_topk_prob, config.moe_router_score_function
+        )
         self.weight = empty_weight(config.num_experts, config.hidden_size)
 
     def forward(self, x: Tensor | Recomputable) -> Routing:
@@ -44,6 +47,7 @@ class Experts(nn.Module):
         self.ep = ep
         self.gate = options.ops.gate(config.hidden_act)
         self.recompute = recompute
+        self.on_input = config.moe_apply_probs_on_input
         count = config.num_experts // (1 if ep is None else ep.size)
         inner = config.moe_intermediate_size
         self.gate_up_proj = empty_weight(2 * count * inner, config.hidden_size)
@@ -53,7 +57,7 @@ class Experts(nn.Module):
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
         given = (x, routing, self.gate_up_proj, self.down_proj, self.gate)
         if self.ep is None:
-            return expert_mlp(*given, recompute=self.recompute)
+            return expert_mlp(*given, recompute=self.recompute, on_input=self.on_input)
         from megatron_llama.model.nn.moe.dispatch import dispatched_mlp  # which few runs need
 
         return dispatched_mlp(*given, self.ep, recompute=self.recompute)
@@ -72,11 +76,23 @@ class MoE(nn.Module):
         super().__init__()
         self.gate = Gate(config)
         self.experts = Experts(config, options, mesh.ep, recompute=recompute)
+        self.router_losses: Callable[[Routing, int], Routing] | None = None
+        """Adds the choices for b sequences to the losses of a run (``balance.py``), if it has
+        some."""
+        self.shared_expert: nn.Module | None = None
+        if config.moe_shared_expert_intermediate_size:
+            from megatron_llama.model.nn.moe.shared import shared_expert  # of few models
+
+            self.shared_expert = shared_expert(config, mesh, options, recompute=recompute)
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
-        out: Tensor = self.experts(x, self.gate(x))
-        return out
+        routing: Routing = self.gate(x)
+        if self.router_losses is not None:
+            value = x.value if isinstance(x, Recomputable) else x
+            routing = self.router_losses(routing, value.shape[1])
+        out: Tensor = self.experts(x, routing)
+        return out if self.shared_expert is None else out + self.shared_expert(x)
 
 
 WAITING = (Gate, Experts)
@@ -96,4 +112,9 @@ def blocks_of(config: ModelConfig, layers: range, dense: type[Block]) -> list[ty
             do="leave mlp_class as it is, or train a dense model",
         )
     sparse: type[Block] = type(f"Sparse{dense.__name__}", (dense,), {"mlp_class": MoE})
-    return [sparse if is_sparse(config, layer) else dense for layer in layers]
+    blocks = [sparse if is_sparse(config, layer) else dense for layer in layers]
+    if config.attention_chunk_size:
+        from megatron_llama.model.nn.chunked import with_chunks  # which few models have
+
+        blocks = with_chunks(config, layers, blocks)
+    return blocks

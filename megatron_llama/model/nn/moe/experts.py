@@ -26,7 +26,8 @@ class _ExpertMLP(torch.autograd.Function):
 
     ``recompute``: the first product is repeated, too, and its output not kept. ``source``: kept in
     place of the input, to make it again; None: the input itself is kept. ``divided``: other ranks
-    have experts too (``sorted_rows``), and the input is made again by a message."""
+    have experts too (``sorted_rows``), and the input is made again by a message. ``on_input``: the
+    weights of a token's experts multiply their inputs, not their outputs."""
 
     @staticmethod
     def forward(
@@ -40,27 +41,33 @@ class _ExpertMLP(torch.autograd.Function):
         recompute: bool,
         source: Recomputable | None,
         divided: bool,
+        on_input: bool,
     ) -> Tensor:
         tokens = rows(x)
         count = len(down) // tokens.shape[1]
         groups = sorted_rows(experts, count, x.dtype, divided=divided)
         first_read = wait_unsharded(gate_up)
-        both = grouped.linear(groups.gather(tokens), by_expert(gate_up, count), groups)
+        inputs = groups.gather(tokens)
+        if on_input:
+            inputs = (inputs * groups.of_rows(weights)).to(x.dtype)
+        both = grouped.linear(inputs, by_expert(gate_up, count), groups)
         second_read = wait_unsharded(down)
         out = grouped.linear(gate.forward(both), by_expert(down, count), groups)
 
-        # Only the gradient of the first weight, and the repeated product, read the input.
-        keeps_input = recompute or ctx.needs_input_grad[3]
-        inputs = ((x,) if source is None else source.sources) if keeps_input else ()
+        # Only the gradient of the first weight, the repeated product, and the gradients of weights
+        # of inputs read the input.
+        keeps_input = recompute or ctx.needs_input_grad[3] or (on_input and ctx.needs_input_grad[2])
+        kept_inputs = ((x,) if source is None else source.sources) if keeps_input else ()
         outputs = () if recompute else (both,)
-        ctx.save_for_backward(experts, weights, gate_up, down, *outputs, *inputs)
+        ctx.save_for_backward(experts, weights, gate_up, down, *outputs, *kept_inputs)
         ctx.make_input = None if source is None else source.function
         ctx.reads = first_read, second_read
         ctx.count = count
         ctx.gate = gate
         ctx.recompute = recompute
         ctx.divided = divided
-        return groups.sum(out, weights).view(x.shape)
+        ctx.on_input = on_input
+        return groups.sum(out, None if on_input else weights).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -74,10 +81,19 @@ class _ExpertMLP(torch.autograd.Function):
         make_input = ctx.make_input
         made: Tensor | None = None
 
-        def input_rows() -> Tensor:
+        row_weights = groups.of_rows(weights)
+        on_input = ctx.on_input
+
+        def plain_rows() -> Tensor:
             if made is not None:
                 return groups.gather(made)
             return groups.gather(rows(sources[0] if make_input is None else make_input(*sources)))
+
+        def weighted_rows() -> Tensor:
+            plain = plain_rows()
+            return (plain * groups.of_rows(weights)).to(plain.dtype)
+
+        input_rows = weighted_rows if on_input else plain_rows
 
         if both is None:
             first_read.check()
@@ -86,7 +102,6 @@ class _ExpertMLP(torch.autograd.Function):
                 made = make_input(*sources)
             both = grouped.linear(input_rows(), by_expert(gate_up, ctx.count), groups)
         active = ctx.gate.forward(both)
-        row_weights = weights.flatten()[groups.order].unsqueeze(-1)
         out_grad = rows(grad)
         grad_rows = groups.gather(out_grad)
 
@@ -96,14 +111,12 @@ class _ExpertMLP(torch.autograd.Function):
         if needs_x or needs_weights or needs_gate_up:
             second_read.check()
             active_grad = grouped.linear_backward(grad_rows, by_expert(down, ctx.count), groups)
-        if needs_weights:
+        if needs_weights and not on_input:
             assert active_grad is not None
             products = active_grad.to(at_least_fp32(grad.dtype)) * active
-            weights_grad = products.sum(-1)[groups.places()].view_as(weights).to(weights.dtype)
-            if groups.elsewhere is not None:
-                weights_grad.masked_fill_(groups.elsewhere, 0.0)
+            weights_grad = groups.sums_of(products, weights)
         if needs_down:
-            weighted = (active * row_weights).to(grad.dtype)
+            weighted = active if on_input else (active * row_weights).to(grad.dtype)
             down_grad = _weight_gradient(
                 down,
                 second_read.handle,
@@ -111,19 +124,24 @@ class _ExpertMLP(torch.autograd.Function):
                 lambda: (grad_rows, weighted),
                 postponed=lambda: (groups.gather(out_grad), weighted),
             )
-        if needs_x or needs_gate_up:
+        if needs_x or needs_gate_up or (on_input and needs_weights):
             assert active_grad is not None
-            both_grad = ctx.gate.backward(active_grad.mul_(row_weights), both)
-            if needs_x:
+            if not on_input:
+                active_grad.mul_(row_weights)
+            both_grad = ctx.gate.backward(active_grad, both)
+            if needs_x or (on_input and needs_weights):
                 first_read.check()
                 weight = by_expert(gate_up, ctx.count)
-                x_grad = groups.sum(grouped.linear_backward(both_grad, weight, groups), None)
-                x_grad = x_grad.view(grad.shape)
+                input_grad = grouped.linear_backward(both_grad, weight, groups)
+                if on_input and needs_weights:
+                    products = input_grad.to(at_least_fp32(grad.dtype)) * plain_rows()
+                    weights_grad = groups.sums_of(products, weights)
+                x_grad = groups.sum(input_grad, weights if on_input else None).view(grad.shape)
             if needs_gate_up:
                 gate_up_grad = _weight_gradient(
                     gate_up, first_read.handle, groups, lambda: (both_grad, input_rows())
                 )
-        return x_grad, None, weights_grad, gate_up_grad, down_grad, None, None, None, None
+        return x_grad, None, weights_grad, gate_up_grad, down_grad, *[None] * 5
 
 
 def _weight_gradient(
@@ -163,9 +181,10 @@ def expert_mlp(
     *,
     recompute: bool = False,
     divided: bool = False,
+    on_input: bool = False,
 ) -> Tensor:
     """Send x [..., h] through the experts of each token, and sum their outputs by the weights of
-    ``routing``: [..., h].
+    ``routing``: [..., h]. ``on_input``: sum them as they are; the weights multiply their inputs.
 
     ``gate_up`` [E * 2I, h] has of each expert the rows of its gate, then those of up; ``down``
     [E * h, I] those of its output. With ``recompute`` backward computes all again from x.
@@ -173,6 +192,7 @@ def expert_mlp(
     others, which add nothing (``dispatch.py``)."""
     value, source = (x.value, x) if isinstance(x, Recomputable) else (x, None)
     out = _ExpertMLP.apply(  # type: ignore[no-untyped-call]
-        value, routing.experts, routing.weights, gate_up, down, gate, recompute, source, divided
+        *(value, routing.experts, routing.weights, gate_up, down, gate, recompute, source),
+        *(divided, on_input),
     )
     return cast(Tensor, out)

@@ -1,5 +1,6 @@
 """Which experts a token is sent to, with which weights: softmax over all experts, then the top k,
-in the order of operations of HuggingFace's Mixtral and Qwen3-MoE.
+in the order of operations of HuggingFace's Mixtral and Qwen3-MoE; or the top k of the logits, then
+their sigmoid, as in its LLaMA 4.
 
 Logits, probabilities and weights are at least fp32 whatever the dtype of the model is. HuggingFace
 rounds the logits to that of the model, and Qwen3-MoE the weights: in bf16 this can send a token to
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ class Router:
     """Experts of each token."""
     normalize: bool
     """Whether the weights of a token's experts are divided by their sum."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Probabilities from logits: over all experts, or of each by itself."""
 
 
 class Routing(NamedTuple):
@@ -41,7 +44,7 @@ class Routing(NamedTuple):
     logits: Tensor
     """[t, E]."""
     probabilities: Tensor
-    """[t, E]: the softmax of the logits."""
+    """[t, E]: the softmax of the logits, or their sigmoid."""
 
 
 def route(x: Tensor | Recomputable, weight: Tensor, rule: Router) -> Routing:
@@ -111,11 +114,17 @@ class _Choice(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rule: Router) -> tuple[Tensor, Tensor, Tensor]:
-        probabilities = logits.softmax(-1)
-        values, experts = torch.topk(probabilities, rule.top_k, dim=-1)
+        if rule.score == "sigmoid":
+            # By the logits: large ones have equal sigmoids.
+            experts = torch.topk(logits, rule.top_k, dim=-1).indices
+            probabilities = logits.sigmoid()
+            values = probabilities.gather(-1, experts)
+        else:
+            probabilities = logits.softmax(-1)
+            values, experts = torch.topk(probabilities, rule.top_k, dim=-1)
         weights = values / values.sum(-1, keepdim=True) if rule.normalize else values
         ctx.save_for_backward(experts, weights, probabilities)
-        ctx.normalize = rule.normalize
+        ctx.rule = rule
         ctx.mark_non_differentiable(experts)
         ctx.set_materialize_grads(False)
         return experts, weights, probabilities
@@ -129,7 +138,7 @@ class _Choice(torch.autograd.Function):
             return None, None
         grad = torch.zeros_like(probabilities)
         if weights_grad is not None:
-            if ctx.normalize:
+            if ctx.rule.normalize:
                 along = (weights_grad * weights).sum(-1, keepdim=True)
                 chosen = probabilities.gather(-1, experts)
                 weights_grad = (weights_grad - along) / chosen.sum(-1, keepdim=True)
@@ -137,5 +146,7 @@ class _Choice(torch.autograd.Function):
             grad.scatter_(-1, experts, weights_grad)
         if probabilities_grad is not None:
             grad.add_(probabilities_grad)
+        if ctx.rule.score == "sigmoid":
+            return grad.mul_(probabilities).mul_(1.0 - probabilities), None
         along = (grad * probabilities).sum(-1, keepdim=True)
         return grad.sub_(along).mul_(probabilities), None

@@ -62,6 +62,16 @@ class ExpertRows:
         assert total is not None
         return total.to(values.dtype)
 
+    def of_rows(self, weights: Tensor) -> Tensor:
+        """Return the weight of each row, [n, 1], of weights [t, k]."""
+        return weights.flatten()[self.order].unsqueeze(-1)
+
+    def sums_of(self, products: Tensor, weights: Tensor) -> Tensor:
+        """Return the gradient of weights [t, k] that multiply rows, from products [n, d] of the
+        rows with the gradients of their multiples."""
+        grad = products.sum(-1)[self.places()].view_as(weights).to(weights.dtype)
+        return grad if self.elsewhere is None else grad.masked_fill_(self.elsewhere, 0.0)
+
     def places(self) -> Tensor:
         """Return the row of each place of the table, [t * k]; of places without a row any one."""
         rows = torch.arange(len(self.order), device=self.order.device)

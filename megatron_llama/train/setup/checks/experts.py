@@ -9,6 +9,7 @@ from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.engine.offload_options import NONE, ZENFLOW
 from megatron_llama.engine.options import MUON
 from megatron_llama.errors import counted, describe, nearest_divisors
+from megatron_llama.model.plan.experts import sparse_layers
 
 
 def routing_problems(model: ModelConfig) -> Iterator[str]:
@@ -56,6 +57,11 @@ def division_problems(config: Config, dp: int) -> Iterator[str]:
             "data-parallel ranks",
         )
     excluded = (
+        (
+            config.model.moe_apply_probs_on_input,
+            "--moe-apply-probs-on-input (LLaMA 4)",
+            "1: nothing shows that it is right for weights of inputs",
+        ),
         (
             parallel.data_parallel_shard_size > 0,
             f"--data-parallel-shard-size {parallel.data_parallel_shard_size}",
@@ -115,3 +121,34 @@ def expert_problems(config: Config) -> Iterator[str]:
                 expected=expected,
                 do="change one of the two",
             )
+
+
+def router_loss_problems(config: Config) -> Iterator[str]:
+    """Yield losses of routers that have no coefficient, no type, or no routers with a softmax."""
+    training = config.training
+    kind = training.moe_router_load_balancing_type
+    coefficient = training.moe_aux_loss_coeff
+    missing = (
+        "a model with blocks of experts, whose routers have such losses"
+        if not sparse_layers(config.model)
+        else "none of them: they are of the softmax of a router, and this one's is a sigmoid"
+        if config.model.moe_router_score_function == "sigmoid"
+        else ""
+    )
+    if missing:
+        names = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
+        given = [name for name in names if getattr(training, name) not in ("none", 0.0)]
+        yield describe(
+            ", ".join(map(flag, given)),
+            got=" and ".join(str(getattr(training, name)) for name in given),
+            expected=missing,
+            do="leave it out",
+        )
+    elif coefficient >= 0 and (kind == "none") != (coefficient == 0):
+        yield describe(
+            flag("moe_aux_loss_coeff"),
+            got=f"{coefficient:g} with {flag('moe_router_load_balancing_type')} {kind}",
+            expected="a loss and its coefficient, or neither",
+            do="give --moe-router-load-balancing-type seq_aux_loss or another, and a coefficient "
+            "as 0.01, or leave both out",
+        )

@@ -12,7 +12,7 @@ from megatron_llama.model.families import FAMILIES
 from megatron_llama.model.hf import ACTIVATIONS, unheld_fields, unlistable_fields
 from megatron_llama.model.presets import PRESETS
 from megatron_llama.model.rope import rope_problems
-from megatron_llama.model.windows import LAYER_TYPES, SLIDING
+from megatron_llama.model.windows import CHUNKED, LAYER_TYPES, SLIDING
 
 
 def require_language_model(model: ModelConfig, what: str) -> None:
@@ -135,6 +135,10 @@ def _kind_problems(model: ModelConfig) -> Iterator[str]:
         do = "give --sliding-window N"
         got = " ".join(model.layer_types)
         yield describe("--layer-types", got=got, expected=expected, do=do)
+    elif model.attention_chunk_size and model.layer_types and CHUNKED not in model.layer_types:
+        expected = f"{CHUNKED} for some of them, with --attention-chunk-size"
+        got = " ".join(model.layer_types)
+        yield describe("--layer-types", got=got, expected=expected, do="name these layers")
 
 
 def _rotary_problems(model: ModelConfig) -> Iterator[str]:

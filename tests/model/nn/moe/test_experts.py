@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ from megatron_llama.model.nn.recompute import Recomputable
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import Llama4TextConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -107,6 +108,55 @@ def test_as_transformers(kind: str, seed: int) -> None:
         assert leaf.grad is not None
         assert near(leaf.grad, reference.grad.view_as(leaf), 2e-6)
     assert gate_up.grad is not None and not gate_up.grad.view(16, 48, 32)[3].any()
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_weights_on_inputs_are_those_of_llama_4(dtype: torch.dtype, top_k: int) -> None:
+    """The sigmoid of the chosen logits multiplies inputs; of equal logits torch.topk chooses, and one expert has no token."""
+    sizes = Sizes(tokens=24, experts=8, top_k=top_k, hidden=32, inner=24)
+    drawn = sizes.draw(1, torch.float32)
+    with torch.no_grad():
+        drawn[0].abs_()
+        drawn[1][3] = -drawn[1][3].abs()
+        drawn[1][5] = drawn[1][4]
+    config = Llama4TextConfig(hidden_size=32, intermediate_size=24, num_local_experts=8, num_experts_per_tok=top_k)
+    theirs = Llama4TextMoe(config).to(dtype)
+    x, router, gate_up, down = leaves(drawn, dtype)
+    for weight in theirs.shared_expert.parameters():
+        torch.nn.init.zeros_(weight)
+    theirs.router.weight.data = router.detach().clone()
+    theirs.experts.gate_up_proj.data = gate_up.detach().view(8, 48, 32).mT.contiguous()
+    theirs.experts.down_proj.data = down.detach().view(8, 32, 24).mT.contiguous()
+    their_x = x.detach().clone().requires_grad_()
+    expected = theirs(their_x)[0].view_as(x)
+    expected.backward(drawn[-1].to(dtype))
+
+    routing = route(x, router, Router(top_k, normalize=False, score="sigmoid"))
+    assert 3 not in routing.experts
+    found = expert_mlp(x, routing, gate_up, down, SILU, on_input=True)
+    found.backward(drawn[-1].to(dtype))
+    # transformers computes the sigmoid in fp32 whatever the dtype is.
+    bound = 2e-6
+    assert near(found, expected, bound)
+    stacked = (theirs.experts.gate_up_proj.grad.mT.reshape(-1, 32), theirs.experts.down_proj.grad.mT.reshape(-1, 24))
+    for leaf, reference in zip((x, router, gate_up, down), (their_x.grad, theirs.router.weight.grad, *stacked), strict=True):
+        assert leaf.grad is not None and near(leaf.grad, reference, bound)
+    assert gate_up.grad is not None and not gate_up.grad.view(8, 48, 32)[3].any()
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_on_inputs_have_all_gradients(recompute: bool, score: Literal["sigmoid", "softmax"]) -> None:
+    """Against finite differences, and through a softmax too."""
+    sizes = Sizes(tokens=5, experts=4, top_k=2, hidden=3, inner=2)
+    x, router, gate_up, down, _ = sizes.draw(5)
+    rule = Router(2, normalize=score == "softmax", score=score)
+
+    def outputs(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return expert_mlp(x, route(x, router, rule), gate_up, down, SILU, recompute=recompute, on_input=True)
+
+    assert gradcheck(outputs, (x, router, gate_up, down))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
