@@ -402,6 +402,9 @@ def test_meta_folders_that_do_not_fit(hf: Path, tmp_path: Path, capsys: Capture)
     (source / "params.json").write_text(json.dumps({name: value for name, value in params.items() if name != "dim"}))
     said = refused(refusal(capsys, source, out, "--to", "hf"))
     assert said.key == "converter.meta.reader.MetaReader._model" and said.where.endswith("params.json dim")
+    (source / "params.json").write_text(json.dumps(params | {"vocab_size": "300"}))
+    said = refused(refusal(capsys, source, out, "--to", "hf"))
+    assert said.where.endswith("params.json vocab_size") and said.got == "'300'"
     newer = {"use_qk_norm": True, "nope_layer_interval": 4, "quantization_args": None, "max_batch_size": 4}
     (source / "params.json").write_text(json.dumps(params | newer))
     said = all_refused(refusal(capsys, source, out, "--to", "hf"))

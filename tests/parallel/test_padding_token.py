@@ -33,6 +33,8 @@ from tests.parallel.test_zenflow import zen
 References = Callable[[Layout], Reference]
 SPACE, ASTERISK = (ord(character) * 7 % MODEL.vocab_size for character in " *")
 """Of two tensor-parallel ranks the first has the row of the space, the second that of the asterisk."""
+BESIDE_COMMA = 256 + ord(",") * 7 % MODEL.vocab_size
+"""In no text, and on the second rank in the place that the comma has on the first: each has 256 rows."""
 ALL_AXES = Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2, pad=SPACE)
 
 
@@ -43,15 +45,16 @@ def initial_row(row: int) -> Tensor:
     return values[0]
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "layout",
     [
         Layout(pad=SPACE, tied=True),
-        Layout(tp=2, sp=True, pad=ASTERISK),
         replace(ALL_AXES, schedule="zb-h1", strategy="optim_grads"),
         replace(ALL_AXES, tied=True, strategy="optim_grads_params", recompute="full"),
+        Layout(tp=2, sp=True, pad=ASTERISK),
         Layout(cp=2, dp=2, strategy="no_shard", microbatches=2, pad=SPACE),
+        Layout(tp=2, pad=BESIDE_COMMA),
     ],
     ids=lambda layout: layout.name,
 )

@@ -108,6 +108,13 @@ def test_the_simulated_step_is_near_the_closed_form(name: str) -> None:
     assert (parts.bubble > 0) == (plan.job.pp > 1) and (parts.tensor > 0) == (plan.job.tp > 1) and (parts.context > 0) == (plan.job.cp > 1)
 
 
+def test_messages_of_blocks_grow_with_the_batch() -> None:
+    small = config("llama3-8b", 16, tensor_model_parallel_size=4, context_parallel_size=2)
+    large = replace(small, training=replace(small.training, global_batch_size=3 * small.training.global_batch_size))
+    parts, more = (Candidate(resolve(chosen, 16), machine(16), FITTED).step_time for chosen in (small, large))
+    assert more.tensor / parts.tensor == pytest.approx(3) == more.context / parts.context
+
+
 def test_graphs_of_blocks_take_memory_and_save_the_host_time() -> None:
     plain = config("llama3-8b", 8, tensor_model_parallel_size=8)
     graphs = replace(plain, training=replace(plain.training, cuda_graph_scope="block"))
