@@ -16,7 +16,7 @@ from megatron_llama.prove.materials import DrawnWeights
 from torch import Tensor
 
 from tests.harness import Cluster
-from tests.model.families.twins import TWINS
+from tests.model.families.twins import SCORED, TWINS
 from tests.model.test_params import paper_stage, specs_of
 from tests.parallel.cases import LOSS_BOUND, MODEL, NORM_BOUND, Layout, Record, deviation, merged, token_ids
 from tests.torch_twin import filled
@@ -45,7 +45,7 @@ def hf_reward_model(model: ModelConfig, weights_of: WeightSource | None = None) 
 
 
 @pytest.mark.tries("num_labels")
-@pytest.mark.parametrize("family", [family for family in TWINS if family != "llama4"])  # transformers has no class for its scores
+@pytest.mark.parametrize("family", SCORED)
 def test_scores_and_gradients_are_huggingfaces(family: str) -> None:
     model = reward_model(TWINS[family].ours)
     stage = loaded(model)

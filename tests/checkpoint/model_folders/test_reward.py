@@ -32,7 +32,7 @@ from tests.checkpoint.cases import load_under, merged, same, save_under
 from tests.checkpoint.model_folders.test_hf import tensors
 from tests.converter.converting import assert_same_model, convert, hf_folder, refusal
 from tests.harness import Cluster
-from tests.model.families.twins import TWINS
+from tests.model.families.twins import SCORED, TWINS
 from tests.model.test_reward import hf_reward_model, reward_model
 from tests.parallel.cases import MODEL, Layout, initial_weights
 from tests.tune.preference.cases import CASES, RewardLayout, aligner, layout_for
@@ -62,7 +62,7 @@ def scores(folder: Path, adapter: Path | None = None) -> torch.Tensor:
 
 @pytest.mark.few(4)
 @pytest.mark.tries("pad_token_id")
-@pytest.mark.parametrize("family", TWINS)
+@pytest.mark.parametrize("family", SCORED)
 def test_a_reward_model_of_every_family_goes_to_huggingface_and_back(family: str, tmp_path: Path) -> None:
     original = saved(tmp_path / "original", family)
     back = convert(convert(original, tmp_path / "native", "--to", "native"), tmp_path / "back", "--to", "hf")

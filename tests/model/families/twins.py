@@ -152,6 +152,8 @@ TWINS = {
 
 BALANCE, Z_LOSS = 0.3, 0.05
 """Weights of the routers' losses, with which they move a norm by far more than its bound."""
+SCORED = tuple(family for family in TWINS if family != "llama4")
+"""Those whose reward models transformers has a class for."""
 
 
 @dataclass(frozen=True)
