@@ -93,26 +93,36 @@ def steady(case: Case) -> Case:
     assert isinstance(given, float)
     eps = max(given, ADAM_EPS)
     steadier = replace(case, options={**case.options, "adam_eps": eps})
-    smoothed = smooth(steadier).options["adam_eps"]
-    here = f"{eps:g}" if smoothed == eps else f"{eps:g}, and {smoothed:g} in half precision"
-    if here == f"{given:g}":
-        return case
-    why = "an element whose gradient is all rounding would make a full step, in any run"
-    note = Note("--adam-eps", f"{given:g}", here, why)
-    return replace(steadier, notes=(*case.notes, note))
+    smoothed = smooth(steadier).options
+    notes = []
+    smoothed_eps = smoothed["adam_eps"]
+    here = f"{eps:g}" if smoothed_eps == eps else f"{eps:g}, and {smoothed_eps:g} in half precision"
+    if here != f"{given:g}":
+        why = "an element whose gradient is all rounding would make a full step, in any run"
+        notes.append(Note("--adam-eps", f"{given:g}", here, why))
+    chosen = case.options.get("num_experts_per_tok")
+    if smoothed.get("num_experts_per_tok") != chosen:
+        here = f"{chosen}, and {smoothed['num_experts_per_tok']} in half precision"
+        why = "a token between two experts would go to either by rounding, in any run"
+        notes.append(Note("--num-experts-per-tok", f"{chosen}", here, why))
+    return replace(steadier, notes=(*case.notes, *notes))
 
 
 def smooth(case: Case) -> Case:
     """Return the case as it is compared in half precision. With low-rank additions, and in FP8, it
     gets an epsilon with which Adam's update is about as far from fp32 as the gradient. Updates are
-    small with this epsilon; they are compared in fp32."""
-    half = any(case.options.get(name) for name in ("bf16", "fp16", "grad_reduce_in_bf16"))
-    eps = case.options["adam_eps"]
-    assert isinstance(eps, float)
-    lora_or_fp8 = case.options.get("lora_rank") or case.options.get("fp8", "none") != "none"
-    if not half or not lora_or_fp8 or eps >= LORA_EPS:
+    small with this epsilon; they are compared in fp32. Tokens have all experts: which of them a
+    token has is compared in fp32, too."""
+    if not any(case.options.get(name) for name in ("bf16", "fp16", "grad_reduce_in_bf16")):
         return case
-    return replace(case, options={**case.options, "adam_eps": LORA_EPS})
+    options = dict(case.options)
+    eps = options["adam_eps"]
+    assert isinstance(eps, float)
+    if options.get("lora_rank") or options.get("fp8", "none") != "none":
+        options["adam_eps"] = max(eps, LORA_EPS)
+    if options.get("num_experts"):
+        options["num_experts_per_tok"] = options["num_experts"]
+    return replace(case, options=options)
 
 
 def in_fp32(case: Case) -> Case:

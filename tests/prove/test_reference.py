@@ -58,6 +58,15 @@ def test_a_small_epsilon_grows_and_is_said() -> None:
     assert steady(in_fp32(low_rank)) == in_fp32(low_rank) == smooth(in_fp32(low_rank))
 
 
+def test_tokens_have_all_experts_in_half_precision_and_that_is_said() -> None:
+    """Rounding would send some to other ones."""
+    mixture = replace(CASE, options={**CASE.options, "num_experts": 6, "num_experts_per_tok": 2})
+    case = steady(mixture)
+    assert case.options["num_experts_per_tok"] == 2 and smooth(case).options["num_experts_per_tok"] == 6
+    assert (case.notes[-1].option, case.notes[-1].here) == ("--num-experts-per-tok", "2, and 6 in half precision")
+    assert smooth(in_fp32(case)) == in_fp32(case)
+
+
 WARMUPS: tuple[dict[str, float], ...] = ({}, {"lr_warmup_iters": 3}, {"lr_warmup_fraction": 0.2}, {"lr_warmup_samples": 21})
 DECAYS: tuple[dict[str, int], ...] = ({"lr_decay_iters": 9}, {"lr_decay_samples": 70})
 STYLES = ("constant", "linear", "cosine", *(("WSD", style) for style in ("exponential", "linear", "cosine", "minus_sqrt")))
