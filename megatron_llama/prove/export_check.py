@@ -55,7 +55,7 @@ def rows_of_export(trained: Trained, materials: Materials) -> Iterator[Row]:
     and of transformers' logits for the folder with those of our model for the checkpoint."""
     assert trained.export is not None, "the run has exported nothing"
     last = trained.iterations[-1]
-    weights = folder_weights(trained.export)
+    weights = folder_weights(trained.export, trained.config.model)
     dtype = torch.bfloat16 if trained.config.training.bf16 else torch.float32
     lora = trained.config.lora
     saved = states(trained.checkpoints[last]).master

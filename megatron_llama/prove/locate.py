@@ -114,7 +114,8 @@ def from_loss(name: str) -> tuple[int, int]:
         layer = 1
     else:
         layer = -(10**6)
-    parts = [index for index, name_part in enumerate(BACKWARD) if name_part in name]
+    usual = name.replace("feed_forward.", "mlp.")  # LLaMA 4's name of it
+    parts = [index for index, name_part in enumerate(BACKWARD) if name_part in usual]
     return layer, min(parts, default=len(BACKWARD))
 
 

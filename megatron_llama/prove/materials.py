@@ -37,7 +37,6 @@ from megatron_llama.data.tokenizer.fingerprint import Fingerprint
 from megatron_llama.data.tokenizer.load import load_tokenizer
 from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.errors import ConfigError
-from megatron_llama.model.hf import read_hf_config
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.samples import (
@@ -237,12 +236,12 @@ def _renderer(tokenizer: Path, template: str) -> Render | None:
     return render
 
 
-def folder_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the weights of a HuggingFace folder, each matrix of an expert by itself."""
+def folder_weights(folder: Path, model: ModelConfig) -> dict[str, Tensor]:
+    """Return the weights of a model's HuggingFace folder, each matrix of an expert by itself."""
     weights: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         weights |= load_file(file)
-    return by_file_names(read_hf_config(folder), weights)
+    return by_file_names(model, weights)
 
 
 class DrawnWeights:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.errors import CheckpointError, ConfigError
+from megatron_llama.model.hf import read_hf_config
 from megatron_llama.prove.case import STEPS, Case
 from megatron_llama.prove.compare import History, gradients_of
 from megatron_llama.prove.data_check import RankReads, Reads
@@ -144,7 +145,8 @@ class Runs:
 
     def start(self, case: Case) -> Mapping[str, Tensor]:
         """Return the initial weights of a case, by HuggingFace's names."""
-        return folder_weights(self.materials(case).model)
+        folder = self.materials(case).model
+        return folder_weights(folder, read_hf_config(folder))
 
 
 def _told(error: WorkerError) -> str:

