@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests, from nothing: makes .venv, installs the tested versions, checks style and types, runs pytest. 6 to 11 minutes on two cores, with --all 40 to 65.
+# The tests, from nothing: makes .venv, installs the tested versions, checks style and types, runs pytest. 6 to 11 minutes on two cores, with --all 32 to 65.
 #   bash tests/run.sh          all that a change can break
 #   bash tests/run.sh --all    also what is marked long, older processors, the kernels, trackers, launchers, lm-evaluation-harness, Lightning and Mistral's tokenizers, and the
 #                             documentation in a browser (tests/processors.sh, ...): what .ci/run does
