@@ -13,6 +13,7 @@ from tests.over_cases import over_cases
 RAMPS = [(2, 2, 20), (4, 4, 100), (8, 24, 33), (2, 6, 1), (31, 1, 50), (16, 16, 7)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ramp", RAMPS)
 def test_as_megatron(ramp: tuple[int, int, int]) -> None:
     from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator

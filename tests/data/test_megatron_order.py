@@ -180,6 +180,7 @@ def test_another_length_of_the_run_is_another_order(prefixes: dict[str, str]) ->
     assert list(data_changes({"training": {"seed": 1, "seq_length": 32}}, Config(training=TrainingConfig(seed=1, seq_length=32)))) == []
 
 
+@pytest.mark.long
 def test_more_documents_than_megatron_can_number(prefixes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """numpy would number them from the smallest negative one on, in silence."""
     documents = len(LENGTHS["web"])

@@ -367,6 +367,7 @@ def test_switches_between_processes(name: str, tmp_path: Path) -> None:
     assert len(rows) == 2 and rows[0]["ratio"] == 1.0 and all(row["same_losses"] == "yes" and row["step_ms"] > 0 for row in rows)
 
 
+@pytest.mark.long
 def test_graphs_of_one_of_eight_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The tiny part, whose turns replay by running again, in this process: on a host nothing else replays."""
     [whole] = [part for part in all_parts(Setting(tmp_path, EXAMPLE_MEMORY)) if part.name == "ab-graphs"]

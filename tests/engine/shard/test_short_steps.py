@@ -77,6 +77,7 @@ def test_short_steps_under_hybrid_sharding(cluster: Cluster) -> None:
         assert difference(trained, plain(4, COUNTS)) < 1e-9
 
 
+@pytest.mark.long
 def test_short_steps_with_unused_parameters(cluster: Cluster) -> None:
     for trained in cluster.run(2, engine_run, COUNTS, {"strategy": "optim", "find_unused": True}):
         assert difference(trained, plain(2, COUNTS)) < 1e-9

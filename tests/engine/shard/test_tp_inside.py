@@ -298,6 +298,7 @@ def train_frozen(place: Place) -> list[tuple[Curve, dict[str, Tensor]]]:
     return found
 
 
+@pytest.mark.long
 def test_what_is_frozen_stays(cluster: Cluster) -> None:
     expected, weights = alone(3, FROZEN)
     for plans in cluster.run(4, train_frozen):

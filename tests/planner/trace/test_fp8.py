@@ -38,6 +38,7 @@ def test_a_recipe_changes_no_flops(recipe: str, recompute: Any) -> None:
     assert trace.flops(trace.stages[0]) == plain.flops(plain.stages[0]) > 0
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_blocks_in_bf16_and_in_fp8_are_not_taken_for_each_other(recipe: str) -> None:
