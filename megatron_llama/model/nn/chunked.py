@@ -155,7 +155,8 @@ class ChunkedAttention(Attention):
         self.qk_norm = "none"
 
     def project(self, x: Tensor | Recomputable) -> Tensor:
-        """See Attention."""
+        """Return queries, keys and values. Where the model has norms, heads of the first two have a
+        root mean square of 1."""
         qkv = super().project(x)
         if not self.normalizes:
             return qkv
@@ -167,7 +168,7 @@ class ChunkedAttention(Attention):
         return cast(Tensor, out)
 
     def attend(self, qkv: Tensor, positions: Positions) -> Tensor:
-        """See Attention."""
+        """Attend with chunks in the place of documents."""
         assert positions.chunks is not None
         limited = positions.chunks.limit(positions, qkv, self.sequence, self.cp)
         return super().attend(qkv, limited)
@@ -183,7 +184,8 @@ class UnrotatedAttention(Attention):
         self.qk_norm = "none"
 
     def attend(self, qkv: Tensor, positions: Positions) -> Tensor:
-        """See Attention."""
+        """Attend to all that is before, with queries times their temperature and without a
+        rotation."""
         assert positions.chunks is not None
         factors = positions.chunks.temperatures
         if factors is not None:
