@@ -234,8 +234,9 @@ ROUTED = [
 
 
 def routed_layouts(family: str) -> list[FamilyLayout]:
-    """Each loss of routers in each of those layouts, for a family with experts."""
-    if not TWINS[family].ours.num_experts:
+    """Each loss of routers in each of those layouts, for a family with experts. LLaMA 4 has none."""
+    model = TWINS[family].ours
+    if not model.num_experts or model.moe_router_score_function == "sigmoid":
         return []
     losses = [(balance, 0.0) for balance in ("seq_aux_loss", "global_aux_loss", "hf_aux_loss")] + [("none", Z_LOSS)]
     return [FamilyLayout(**(asdict(one) | {"offload": one.offload, "family": family, "balance": balance, "z_loss": z})) for balance, z in losses for one in ROUTED]
