@@ -73,7 +73,12 @@ def run_peak(config: Config, peak: float | None, *, causal: bool = False) -> flo
     model = config.model
     length = config.training.seq_length
     flops = flops_per_token(model, length, causal=causal, lora=config.lora)
-    in_fp8 = 4 * len(fp8_layers(config)) * _matrix_elements(model)
+    elements = len(fp8_layers(config)) * _matrix_elements(model)
+    if model.num_experts:
+        from megatron_llama.model.plan.expert_fp8 import active_elements  # of few models
+
+        elements = active_elements(config)
+    in_fp8 = 4 * elements
     return peak * flops / (flops - in_fp8 / 2)
 
 

@@ -491,11 +491,14 @@ def _fp8(chance: random.Random, case: Case) -> Options:
     tp = axis_sizes(case)["tp"]
     if chance.random() < 0.5:
         sizes = {"hidden_size": SIDE * chance.choice((1, 2)), "intermediate_size": SIDE * tp}
+        sizes |= _expert_widths(case, SIDE, sizes["intermediate_size"])
         # Codes of tiles are not gathered.
         return {**options, "fp8": BLOCKWISE, "fp8_gather": False, "head_dim": SIDE, **sizes}
     gathers = tp > 1 and chance.random() < 0.5
+    intermediate = MULTIPLE * tp * chance.choice((2, 5))
     return {
         **options,
+        **_expert_widths(case, MULTIPLE * chance.choice((1, 3)), intermediate),
         "fp8": TENSORWISE,
         "fp8_gather": gathers,
         "sequence_parallel": gathers or bool(case.options.get("sequence_parallel")),
@@ -503,8 +506,19 @@ def _fp8(chance: random.Random, case: Case) -> Options:
         "tp_comm_overlap": "0",
         "head_dim": MULTIPLE,
         "hidden_size": MULTIPLE * chance.choice((2, 3, 4)),
-        "intermediate_size": MULTIPLE * tp * chance.choice((2, 5)),
+        "intermediate_size": intermediate,
     }
+
+
+def _expert_widths(case: Case, width: int, intermediate: int) -> dict[str, int]:
+    """Return widths of experts for those that a case has, where the family does not take the
+    intermediate size."""
+    if not case.options.get("num_experts"):
+        return {}
+    family = FAMILIES[str(case.options["model_type"])]
+    width = intermediate if "moe_intermediate_size" in family.derived else width
+    shared = width * bool(case.options.get("moe_shared_expert_intermediate_size"))
+    return {"moe_intermediate_size": width, "moe_shared_expert_intermediate_size": shared}
 
 
 def _spikes(chance: random.Random, case: Case) -> Options:

@@ -137,7 +137,7 @@ def _sizes(given: Given, here: World) -> dict[str, Any]:
     ep = small_division(yours, world, here)
     values: dict[str, Any] = {
         **heads,
-        **_experts(yours.model, blocks, heads, ep),
+        **_experts(yours.model, blocks, heads, ep, tile=SIDE if in_fp8 else 8),
         "expert_model_parallel_size": ep,
         **stages,
         **positions,
@@ -158,10 +158,10 @@ def _sizes(given: Given, here: World) -> dict[str, Any]:
 
 
 def _experts(
-    model: ModelConfig, blocks: Sequence[int], heads: Mapping[str, Any], ep: int
+    model: ModelConfig, blocks: Sequence[int], heads: Mapping[str, Any], ep: int, *, tile: int
 ) -> dict[str, Any]:
     """Return the options of experts, with the width that the family gives them."""
-    values = small_experts(model, blocks, heads["hidden_size"], ep)
+    values = small_experts(model, blocks, heads["hidden_size"], ep, tile=tile)
     if not values:
         return {}
     rules = FAMILIES[model.model_type].derived

@@ -133,11 +133,11 @@ def _rotates(factor: float, head_dim: int, yours: int) -> bool:
 
 
 def small_experts(
-    model: ModelConfig, blocks: Sequence[int], hidden: int, ep: int
+    model: ModelConfig, blocks: Sequence[int], hidden: int, ep: int, *, tile: int
 ) -> dict[str, Any]:
     """Return options of few narrow experts, and the dense blocks among ``blocks`` of yours. A token
     has one or several, some or all of them, as yours. ``hidden``: the small hidden_size; ``ep``:
-    ranks that divide the experts."""
+    ranks that divide the experts; ``tile``: the width of an expert is a multiple of it."""
     if not model.num_experts:
         return {}
     experts = -(-min(model.num_experts, MOST_EXPERTS) // ep) * ep
@@ -146,7 +146,7 @@ def small_experts(
         chosen = experts
 
     def narrow(width: int) -> int:
-        return max(1, round(min(4.0, width / model.hidden_size) * hidden / 8)) * 8
+        return max(1, round(min(4.0, width / model.hidden_size) * hidden / tile)) * tile
 
     shared = model.moe_shared_expert_intermediate_size
     return {

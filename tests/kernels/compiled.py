@@ -22,7 +22,7 @@ from megatron_llama.engine.rules.adamw_kernel import adamw
 from megatron_llama.engine.rules.moments import InBytes, Tables
 from megatron_llama.engine.squares_kernel import squares
 from megatron_llama.model.nn.fp8 import kernels as fp8
-from megatron_llama.model.nn.kernels import experts
+from megatron_llama.model.nn.kernels import experts, scaled_experts
 from megatron_llama.model.nn.kernels.cross_entropy import cross_entropy
 from megatron_llama.model.nn.kernels.gate import geglu, geglu_backward, swiglu, swiglu_backward
 from megatron_llama.model.nn.kernels.head_norm import norm_heads, norm_heads_backward
@@ -106,6 +106,13 @@ def launch_all(dtype: torch.dtype, hidden: int, inner: int, vocabulary: int) -> 
     experts.linear(narrow, of_experts.mT, ends)
     for beta in (0.0, 1.0):
         experts.accumulate(of_experts.float(), beta, narrow, x[:, 0, : hidden // 4], ends)
+    ways = ((x[:, 0, : hidden // 4], of_experts), (narrow, of_experts.mT.contiguous()))
+    for left, right in ways if dtype is torch.bfloat16 else ():
+        for code in (torch.float8_e4m3fn, torch.float8_e5m2):
+            left_scales, right_scales = torch.empty(len(left), 1), torch.empty(2, 1, 1)
+            scaled_experts.linear(left.to(code), left_scales, right.to(torch.float8_e4m3fn), right_scales, ends)
+        left_scales, right_scales = torch.empty(len(left), left.shape[1] // 128), torch.empty(2, right.shape[1] // 128, right.shape[2] // 128)
+        scaled_experts.linear(left.to(torch.float8_e4m3fn), left_scales, right.to(torch.float8_e4m3fn), right_scales, ends)
     for columns in (hidden, inner):
         fp8.tiles(torch.empty(4, 1, columns, dtype=dtype))
         for code in (torch.float8_e4m3fn, torch.float8_e5m2):

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 from megatron_llama.engine.comm import device as devices
+from megatron_llama.model.nn.fp8.experts import BlockwiseExperts, TensorwiseExperts
+from megatron_llama.model.nn.fp8.layers import Blockwise
+from megatron_llama.model.nn.fp8.tensorwise import TensorwiseWeights
 from megatron_llama.model.nn.moe import rows
 from megatron_llama.model.nn.moe.experts import expert_mlp
 from megatron_llama.model.nn.moe.routing import Router, route
@@ -105,6 +108,33 @@ def test_rows_of_experts_elsewhere_are_left_alone(dtype: torch.dtype, torchs: bo
     view = torch.full((count, width, depth), torch.nan, device=device)
     rows.accumulate(view, 0.0, grad, x, groups)
     assert error(view, torch.stack([grad[part].double().t() @ x[part].double() for part in parts(sizes)])) <= 2e-6
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+@pytest.mark.parametrize("sizes", [(70, 0, 5, 129, 0, 1), (9,), (0, 0)], ids=str)
+def test_products_in_fp8(sizes: tuple[int, ...], recipe: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both directions within one rounding of those of the host, which decodes the same codes; rows behind the last expert hold anything."""
+    width, depth = (256, 384) if recipe == "blockwise" else (144, 272)
+    count = len(sizes)
+    experts = torch.cat([torch.arange(count).repeat_interleave(torch.tensor(sizes)), torch.full((7,), count)])
+    shuffled = experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(1))][:, None].to(device)
+    groups = rows.sorted_rows(shuffled, count, torch.bfloat16, divided=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "waits_for_nothing", lambda tensor, dtype: False)
+        known = rows.sorted_rows(shuffled, count, torch.bfloat16, divided=True)
+    products = TensorwiseExperts(TensorwiseWeights(), (), 1) if recipe == "tensorwise" else BlockwiseExperts(Blockwise())
+    weight = draw(count * width, depth, seed=3, device=device, dtype=torch.bfloat16)
+    for multiply, inner in ((products.linear, depth), (products.linear_backward, width)):
+        x = draw(len(experts), inner, seed=1, device=device, dtype=torch.bfloat16)
+        x *= 2.0 ** torch.arange(-5, len(x) - 5, device=device).remainder(9)[:, None].bfloat16()
+        x[sum(sizes) :] = torch.nan
+        found, expected = (multiply(x, weight, by)[: sum(sizes)] for by in (groups, known))
+        assert found.dtype is torch.bfloat16 and found.isfinite().all()
+        if not sum(sizes):
+            continue
+        # Row by row: these are of very different sizes.
+        scale = expected.double().abs().amax(1, keepdim=True)
+        assert float(((found.double() - expected.double()) / scale).abs().max()) <= 2**-7
 
 
 class NothingAsked(TorchDispatchMode):

@@ -58,9 +58,9 @@ def neighbours_scale(x: Tensor) -> Tiles:
 class Stale(layers.Blockwise):
     """Keeps the codes of the first version of each weight."""
 
-    def codes(self, weight: Tensor) -> layers.WeightCodes:
+    def codes(self, weight: Tensor, experts: int = 0) -> layers.WeightCodes:
         place = weight.untyped_storage()._cdata, weight.storage_offset()
-        return self._kept[place] if place in self._kept else super().codes(weight)
+        return self._kept[place] if place in self._kept else super().codes(weight, experts)
 
 
 FAULTS: dict[str, dict[str, object]] = {"the scale of another tile": {"tiles": neighbours_scale}, "codes of the step before": {"Blockwise": Stale}}

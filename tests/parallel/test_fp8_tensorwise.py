@@ -176,7 +176,7 @@ def kept_and_planned(place: Place, layout: Tensorwise) -> tuple[int, int]:
     run.step(0)
     run.optimizer.settle()
     layers = [module for stage in run.stages.values() for module in stage.modules() if isinstance(module, (ColumnLinear, RowLinear))]
-    [weights] = {layer.products._weights for layer in layers if isinstance(layer.products, tensorwise.Tensorwise)}
+    [weights] = {layer.products.weights for layer in layers if isinstance(layer.products, tensorwise.Tensorwise)}
     kept = sum(codes.forward.codes.nbytes + codes.backward.codes.nbytes + codes.forward.scale.nbytes for codes in weights._kept.values())
     plan = rank_bucket_plan(layout.config(), dp=run.mesh.dp.size, rank=run.mesh.pp.rank, tp_rank=run.mesh.tp.rank)
     return kept, weight_code_bytes(layout.config(), plan)

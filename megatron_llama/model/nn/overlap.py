@@ -15,6 +15,7 @@ from megatron_llama.model.plan.pieces import SYMMETRIC, chosen_pieces
 
 if TYPE_CHECKING:
     from megatron_llama.model.nn.linear import RowLinear
+    from megatron_llama.model.nn.moe.rows import ExpertProducts
 
 
 class Products(Protocol):
@@ -89,3 +90,7 @@ class LayerProducts(TypedDict, total=False):
     """Of row-parallel layers, if they are others."""
     overlap: TensorOverlap | None
     """Hides the gather of an input, or the sum of outputs; None: it is waited for."""
+    experts: ExpertProducts
+    """Of the rows of a block's experts."""
+    shared_expert: LayerProducts
+    """Of the expert of all tokens, if they are others."""

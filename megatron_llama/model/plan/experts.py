@@ -18,14 +18,14 @@ from functools import partial
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.engine.plan.specs import HFSlice, ParamSpec, UnitSpec
 from megatron_llama.model.families import FAMILIES
+from megatron_llama.model.plan.fp8 import ROUTER
 from megatron_llama.model.plan.params import Shapes
 
-ROUTER = "mlp.gate.weight"
 GATE_UP = "mlp.experts.gate_up_proj"
 DOWN = "mlp.experts.down_proj"
 SHARED = "mlp.shared_expert"
-"""Names of the parameters in a block, and of the tensors in transformers 5, which stacks those of
-experts to [experts, rows, columns]; and of the expert of all tokens."""
+"""Names of the parameters in a block beside the router's, and of the tensors in transformers 5,
+which stacks those of experts to [experts, rows, columns]; and of the expert of all tokens."""
 
 
 def is_sparse(model: ModelConfig, layer: int) -> bool:
@@ -117,6 +117,12 @@ def _shared_params(
         build(f"{prefix}.{SHARED}.gate_up_proj.weight", (2 * inner, hidden), gate_up),
         build(f"{prefix}.{SHARED}.down_proj.weight", narrow, (HFSlice(down, narrow, 0, hidden),)),
     )
+
+
+def experts_in(model: ModelConfig, spec: ParamSpec) -> int:
+    """Return the number of experts whose matrices a parameter holds below each other; 1 for any
+    other parameter."""
+    return model.num_experts // spec.ep if spec.name.endswith((GATE_UP, DOWN)) else 1
 
 
 def with_own_experts(unit: UnitSpec, ep: int, rank: int) -> UnitSpec:

@@ -23,6 +23,8 @@ LINEAR_LAYERS = 4
 MULTIPLE = 16
 """Of the numbers of a row, and of rows of a weight, that GPUs multiply with one scale a tensor."""
 SCALE_BYTES = 4
+ROUTER = "mlp.gate.weight"
+"""The end of the names of routers, which never multiply in FP8."""
 LAYER = "layers."
 """The first word of the names of units that are blocks."""
 EITHER_WAY = 2
@@ -39,14 +41,15 @@ def fp8_layers(config: Config) -> range:
 
 def is_fp8_weight(spec: ParamSpec) -> bool:
     """Whether a parameter of a layer in FP8 is multiplied so: a matrix that is no low-rank
-    addition."""
-    return len(spec.shape) > 1 and not spec.adapter
+    addition, and no router."""
+    return len(spec.shape) > 1 and not spec.adapter and not spec.name.endswith(ROUTER)
 
 
-def code_bytes(rows: int, columns: int, recipe: str = BLOCKWISE) -> int:
-    """Return the bytes of a weight's codes and scales, both ways."""
+def code_bytes(rows: int, columns: int, recipe: str = BLOCKWISE, experts: int = 1) -> int:
+    """Return the bytes of a weight's codes and scales, both ways; ``experts``: matrices of which it
+    consists."""
     if recipe == TENSORWISE:
-        return EITHER_WAY * rows * columns + SCALE_BYTES
+        return EITHER_WAY * rows * columns + SCALE_BYTES * experts
     return EITHER_WAY * (rows * columns + SCALE_BYTES * (rows // SIDE) * (columns // SIDE))
 
 
@@ -60,15 +63,30 @@ def largest_tile_bytes(config: Config, tokens: int, layers: Iterable[int]) -> in
     layers, the gradient through gate and up or through queries, keys and values. They last as long
     as the product; layers keep what they keep without FP8, since weight gradients are made of
     it."""
-    if not any(layer in fp8_layers(config) for layer in layers):
+    in_fp8 = [layer for layer in layers if layer in fp8_layers(config)]
+    if not in_fp8:
         return 0
+    if config.model.num_experts:
+        from megatron_llama.model.plan.expert_fp8 import largest_bytes_with_experts  # of few models
+
+        return largest_bytes_with_experts(config, tokens, in_fp8)
+    return dense_tile_bytes(config, tokens, config.model.intermediate_size)
+
+
+def dense_tile_bytes(config: Config, tokens: int, intermediate: int) -> int:
+    """Return the bytes of the codes and scales for the widest product of a dense block with this
+    intermediate size; 0: of attention alone."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads = model.num_attention_heads + 2 * model.num_key_value_heads
-    split = max(2 * model.intermediate_size, heads * model.head_dim) // tp
-    widest = max(split, model.hidden_size)
+    split = max(2 * intermediate, heads * model.head_dim) // tp
+    return input_bytes(config, tokens, max(split, model.hidden_size))
+
+
+def input_bytes(config: Config, tokens: int, width: int) -> int:
+    """Return the bytes of the codes and scales of an activation, or of a gradient."""
     if config.training.fp8 == TENSORWISE:
-        return tokens * widest + SCALE_BYTES
-    return tile_bytes(tokens, widest)
+        return tokens * width + SCALE_BYTES
+    return tile_bytes(tokens, width)
 
 
 def fp8_weights(config: Config, bucket_plan: BucketPlan) -> Iterator[tuple[int, int, ParamSpec]]:
@@ -92,7 +110,12 @@ def weight_code_bytes(config: Config, bucket_plan: BucketPlan) -> int:
     for bucket, start, spec in fp8_weights(config, bucket_plan):
         place = bucket_plan.parameter_slots[bucket], start
         rows, columns = spec.shape
-        size = code_bytes(rows, columns, config.training.fp8)
+        experts = 1
+        if config.model.num_experts:
+            from megatron_llama.model.plan.experts import experts_in  # of few models
+
+            experts = experts_in(config.model, spec)
+        size = code_bytes(rows, columns, config.training.fp8, experts)
         places[place] = max(places.get(place, 0), size)
     return sum(places.values())
 
@@ -113,8 +136,8 @@ NO_SCALES = ScaleMessages(0, 0, 0)
 
 
 def scale_messages(config: Config) -> dict[str, ScaleMessages]:
-    """Count the messages over tp and over cp, by the name of the axis, each of ``SCALE_BYTES``. All
-    inputs have gradients."""
+    """Count the messages over tp and over cp of a dense block, by the name of the axis, each of
+    ``SCALE_BYTES``. All inputs have gradients."""
     parallel = config.parallel
     found: dict[str, ScaleMessages] = {}
     if config.training.fp8 != TENSORWISE:

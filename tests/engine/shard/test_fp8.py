@@ -243,9 +243,9 @@ def test_with_one_scale_a_tensor_a_rank_has_that_of_its_microbatch(cluster: Clus
 class Stale(Blockwise):
     """Keeps the codes of the first version of each weight."""
 
-    def codes(self, weight: Tensor) -> WeightCodes:
+    def codes(self, weight: Tensor, experts: int = 0) -> WeightCodes:
         place = weight.untyped_storage()._cdata, weight.storage_offset()
-        return self._kept[place] if place in self._kept else super().codes(weight)
+        return self._kept[place] if place in self._kept else super().codes(weight, experts)
 
 
 def train_with_stale_codes(place: Place) -> Trained:
@@ -269,12 +269,12 @@ class Comparing(Blockwise):
         super().__init__()
         self.made = []
 
-    def encoded(self, weight: Tensor) -> Any:
+    def encoded(self, weight: Tensor, experts: int = 0) -> Any:
         self.made.append(tuple(weight.shape))
-        return super().encoded(weight)
+        return super().encoded(weight, experts)
 
-    def codes(self, weight: Tensor) -> WeightCodes:
-        found = super().codes(weight)
+    def codes(self, weight: Tensor, experts: int = 0) -> WeightCodes:
+        found = super().codes(weight, experts)
         for kept, fresh in zip(found[1:], both_orders(weight), strict=True):
             assert same(kept, fresh), "codes of another weight, or of another version"
         return found

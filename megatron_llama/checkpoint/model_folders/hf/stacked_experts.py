@@ -15,7 +15,8 @@ from megatron_llama.config.schema import ModelConfig
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.engine.plan.specs import Rectangle
 from megatron_llama.model.families import FAMILIES
-from megatron_llama.model.plan.experts import ROUTER, expert_names, is_sparse, router_name
+from megatron_llama.model.plan.experts import expert_names, is_sparse, router_name
+from megatron_llama.model.plan.fp8 import ROUTER
 from megatron_llama.model.plan.params import hf_shapes
 
 

@@ -45,12 +45,14 @@ class KeptCodes(ABC):
         self._kept: dict[tuple[Any, Any], WeightCodes] = {}
         """By the place of a weight: its storage, and where it begins there."""
 
-    def codes(self, weight: Tensor) -> WeightCodes:
-        """Return the codes of a weight that has been waited for."""
+    def codes(self, weight: Tensor, experts: int = 0) -> WeightCodes:
+        """Return the codes of a weight that has been waited for. ``experts``: it is so many
+        matrices below each other, which every tensor-parallel rank has whole; 0: one matrix, of
+        which it has a part."""
         read = wait_unsharded(weight)
         if read.handle is None:
             # Without an engine nothing says when the values change.
-            return WeightCodes(read, *self.encoded(weight))
+            return WeightCodes(read, *self.encoded(weight, experts))
         # Not ``data_ptr``: the tensors of a traced run have no memory.
         place = weight.untyped_storage()._cdata, weight.storage_offset()
         kept = self._kept.pop(place, None)
@@ -59,7 +61,7 @@ class KeptCodes(ABC):
             kept = None  # before new ones are made in its place
             if not same:
                 self._forget(*place, weight.numel())
-            kept = WeightCodes(read, *self.encoded(weight))
+            kept = WeightCodes(read, *self.encoded(weight, experts))
         self._kept[place] = kept
         return kept
 
@@ -72,15 +74,16 @@ class KeptCodes(ABC):
                 del self._kept[place]
 
     @abstractmethod
-    def encoded(self, weight: Tensor) -> tuple[Any, Any]:
-        """Make the codes of a weight [n, k], and those of the transposed weight."""
+    def encoded(self, weight: Tensor, experts: int = 0) -> tuple[Any, Any]:
+        """Make the codes of a weight [n, k], and those of the transposed weight; ``experts`` as in
+        ``codes``."""
 
 
 class Blockwise(KeptCodes):
     """``Products`` of the blockwise recipe, for all layers of a process."""
 
-    def encoded(self, weight: Tensor) -> tuple[Blocks, Blocks]:
-        return both_orders(weight)
+    def encoded(self, weight: Tensor, experts: int = 0) -> tuple[Blocks, Blocks]:
+        return both_orders(weight)  # no block crosses from an expert to the next
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out = product(tiles(x), self.codes(weight).forward)
@@ -110,5 +113,9 @@ def products_by_layer(config: Config, mesh: Mesh) -> Callable[[int], LayerProduc
         in_fp8 = tensorwise_products(mesh, gathers_codes=gathers_codes(config))
     else:
         in_fp8 = LayerProducts(products=Blockwise())
+    if config.model.num_experts:
+        from megatron_llama.model.nn.fp8.experts import with_experts  # of few models
+
+        in_fp8 = with_experts(in_fp8, mesh)
     layers = fp8_layers(config)
     return lambda layer: in_fp8 if layer in layers else LayerProducts()

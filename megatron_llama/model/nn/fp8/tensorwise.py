@@ -63,8 +63,8 @@ class Measured(NamedTuple):
         self.agreeing.wait()
         for axis in self.others:
             collectives.all_reduce(self.largest, axis, dist.ReduceOp.MAX, async_op=False).wait()
-        factor = _factor(self.largest, torch.finfo(dtype).max)
-        return Codes(_scaled(self.numbers, factor, dtype), factor.reciprocal())
+        factor = factor_of(self.largest, torch.finfo(dtype).max)
+        return Codes(scaled(self.numbers, factor, dtype), factor.reciprocal())
 
 
 def measured(x: Tensor, axes: Sequence[Axis], *, waits: bool) -> Measured:
@@ -120,12 +120,12 @@ def product(x: Codes, weight: Codes) -> Tensor:
     return result
 
 
-def _factor(largest: Tensor, reach: float) -> Tensor:
+def factor_of(largest: Tensor, reach: float) -> Tensor:
     """Divide in fp64, so that only the quotient is rounded, whatever compiles it."""
     return (reach / largest.double().clamp(min=LEAST)).float()
 
 
-def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if not devices.is_fake(x) and runs_kernels(x.device, x.dtype):
         from megatron_llama.model.nn.fp8 import kernels
 
@@ -139,8 +139,17 @@ def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 class Tensorwise:
     """``Products`` of the tensorwise recipe, for layers that tp cuts alike."""
 
-    def __init__(self, weights: TensorwiseWeights, inputs: Sequence[Axis], grads: Sequence[Axis]):
-        self._weights = weights
+    def __init__(
+        self,
+        weights: TensorwiseWeights,
+        inputs: Sequence[Axis],
+        grads: Sequence[Axis],
+        *,
+        whole_weights: bool = False,
+    ) -> None:
+        """``whole_weights``: every tensor-parallel rank has all of each."""
+        self.weights = weights
+        self._experts = int(whole_weights)
         self._inputs = inputs
         """Along which ranks hold other parts of an input."""
         self._grads = grads
@@ -151,7 +160,7 @@ class Tensorwise:
 
     def linear_of_codes(self, x: Codes, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply an input whose codes are there."""
-        out = product(x, self._weights.codes(weight).forward)
+        out = product(x, self.weights.codes(weight, self._experts).forward)
         return out if bias is None else out.add_(bias)
 
     def gradient(self, grad: Tensor) -> Measured:
@@ -160,7 +169,8 @@ class Tensorwise:
         return measured(grad, self._grads, waits=False)
 
     def linear_backward(self, grad: Measured, weight: Tensor) -> Tensor:
-        return product(grad.codes(GRADIENTS), self._weights.codes(weight).backward)
+        weight_codes = self.weights.codes(weight, self._experts)
+        return product(grad.codes(GRADIENTS), weight_codes.backward)
 
     def linear_into(
         self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
@@ -178,8 +188,12 @@ class TensorwiseWeights(KeptCodes):
         super().__init__()
         self._axes = axes
 
-    def encoded(self, weight: Tensor) -> tuple[Codes, Codes]:
-        forward = codes(weight, NUMBERS, self._axes)
+    def encoded(self, weight: Tensor, experts: int = 0) -> tuple[Codes, Codes]:
+        if experts > 1:
+            from megatron_llama.model.nn.fp8.experts import stacked_codes  # of few models
+
+            return stacked_codes(weight, experts)
+        forward = codes(weight, NUMBERS, () if experts else self._axes)
         return forward, transposed(forward)
 
 

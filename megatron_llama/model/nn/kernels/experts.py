@@ -17,6 +17,23 @@ the registers of Hopper hold."""
 
 
 @triton.jit
+def tile_of(ends, experts, tile, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """Return the expert of a tile of ROWS rows, its first row, and the end of the expert's rows. An
+    expert has as many tiles as its rows fill; behind the last one the expert is ``experts``, or
+    more."""
+    index = tl.arange(0, EXPERTS)
+    end = tl.load(ends + index, mask=index < experts, other=0)
+    start = tl.load(ends + index - 1, mask=(index > 0) & (index < experts), other=0)
+    tiles = (tl.maximum(end - start, 0) + ROWS - 1) // ROWS
+    last = tl.cumsum(tiles, 0)
+    expert = tl.sum((last <= tile).to(tl.int32), 0)
+    own = index == expert
+    first_row = tl.sum(tl.where(own, start + (tile - (last - tiles)) * ROWS, 0), 0)
+    end_row = tl.sum(tl.where(own, end, 0), 0)
+    return expert, first_row, end_row
+
+
+@triton.jit
 def _linear(
     x,
     weights,
@@ -34,18 +51,8 @@ def _linear(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    # An expert has as many tiles as its rows fill: of which is this one?
-    tile = tl.program_id(0)
-    index = tl.arange(0, EXPERTS)
-    end = tl.load(ends + index, mask=index < experts, other=0)
-    start = tl.load(ends + index - 1, mask=(index > 0) & (index < experts), other=0)
-    tiles = (tl.maximum(end - start, 0) + ROWS - 1) // ROWS
-    last = tl.cumsum(tiles, 0)
-    expert = tl.sum((last <= tile).to(tl.int32), 0)
+    expert, first_row, end_row = tile_of(ends, experts, tl.program_id(0), EXPERTS, ROWS)
     if expert < experts:
-        own = index == expert
-        first_row = tl.sum(tl.where(own, start + (tile - (last - tiles)) * ROWS, 0), 0)
-        end_row = tl.sum(tl.where(own, end, 0), 0)
         rows = (first_row + tl.arange(0, ROWS)).to(tl.int64)
         columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
         inner = tl.arange(0, DEPTH)

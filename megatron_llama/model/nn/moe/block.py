@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ from megatron_llama.errors import ConfigError
 from megatron_llama.model.nn.linear import empty_weight
 from megatron_llama.model.nn.moe.experts import expert_mlp
 from megatron_llama.model.nn.moe.routing import Router, Routing, route
+from megatron_llama.model.nn.moe.rows import ExpertProducts
 from megatron_llama.model.nn.recompute import Recomputable
 from megatron_llama.model.plan.experts import is_sparse
 
@@ -36,6 +37,13 @@ class Gate(nn.Module):
         return route(x, self.weight, self.rule)
 
 
+class _How(TypedDict):
+    """How experts compute, wherever they are."""
+
+    recompute: bool
+    products: ExpertProducts | None
+
+
 class Experts(nn.Module):
     """The matrices of the experts of a block (``model/plan/experts.py`` has their order): all, or
     those of this rank of ``ep``."""
@@ -48,6 +56,7 @@ class Experts(nn.Module):
         self.gate = options.ops.gate(config.hidden_act)
         self.recompute = recompute
         self.on_input = config.moe_apply_probs_on_input
+        self.products = options.products.get("experts")
         count = config.num_experts // (1 if ep is None else ep.size)
         inner = config.moe_intermediate_size
         self.gate_up_proj = empty_weight(2 * count * inner, config.hidden_size)
@@ -56,11 +65,12 @@ class Experts(nn.Module):
     def forward(self, x: Tensor | Recomputable, routing: Routing) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
         given = (x, routing, self.gate_up_proj, self.down_proj, self.gate)
+        how: _How = {"recompute": self.recompute, "products": self.products}
         if self.ep is None:
-            return expert_mlp(*given, recompute=self.recompute, on_input=self.on_input)
+            return expert_mlp(*given, on_input=self.on_input, **how)
         from megatron_llama.model.nn.moe.dispatch import dispatched_mlp  # which few runs need
 
-        return dispatched_mlp(*given, self.ep, recompute=self.recompute)
+        return dispatched_mlp(*given, self.ep, **how)
 
 
 class MoE(nn.Module):

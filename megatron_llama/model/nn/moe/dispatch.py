@@ -30,6 +30,7 @@ from megatron_llama.engine.mesh import Axis
 from megatron_llama.engine.tensors import rows
 from megatron_llama.model.nn.moe.experts import expert_mlp
 from megatron_llama.model.nn.moe.routing import Routing
+from megatron_llama.model.nn.moe.rows import ExpertProducts
 from megatron_llama.model.nn.ops import Gate
 from megatron_llama.model.nn.recompute import Recomputable
 
@@ -43,6 +44,7 @@ def dispatched_mlp(
     ep: Axis,
     *,
     recompute: bool = False,
+    products: ExpertProducts | None = None,
 ) -> Tensor:
     """Send x [..., h] through the experts of each token, which are those of all ranks of ``ep``:
     [..., h]. The weights are those of the experts of this rank; see ``expert_mlp``. Collective:
@@ -69,6 +71,7 @@ def dispatched_mlp(
         gate,
         recompute=recompute,
         divided=True,
+        products=products,
     )
     return scatter_sequence(out, ep).view(value.shape)
 

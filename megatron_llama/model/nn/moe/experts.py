@@ -12,7 +12,13 @@ from megatron_llama.engine.param_handle import ParamHandle, wait_unsharded
 from megatron_llama.engine.tensors import at_least_fp32, rows
 from megatron_llama.model.nn.moe import rows as grouped
 from megatron_llama.model.nn.moe.routing import Routing
-from megatron_llama.model.nn.moe.rows import ExpertRows, by_expert, sorted_rows
+from megatron_llama.model.nn.moe.rows import (
+    ExpertProducts,
+    ExpertRows,
+    PlainProducts,
+    by_expert,
+    sorted_rows,
+)
 from megatron_llama.model.nn.ops import Gate
 from megatron_llama.model.nn.recompute import Recomputable
 
@@ -27,7 +33,8 @@ class _ExpertMLP(torch.autograd.Function):
     ``recompute``: the first product is repeated, too, and its output not kept. ``source``: kept in
     place of the input, to make it again; None: the input itself is kept. ``divided``: other ranks
     have experts too (``sorted_rows``), and the input is made again by a message. ``on_input``: the
-    weights of a token's experts multiply their inputs, not their outputs."""
+    weights of a token's experts multiply their inputs, not their outputs. ``products`` multiply by
+    weights; weight gradients are products in the dtype of the input whatever they are."""
 
     @staticmethod
     def forward(
@@ -42,6 +49,7 @@ class _ExpertMLP(torch.autograd.Function):
         source: Recomputable | None,
         divided: bool,
         on_input: bool,
+        products: ExpertProducts,
     ) -> Tensor:
         tokens = rows(x)
         count = len(down) // tokens.shape[1]
@@ -50,9 +58,9 @@ class _ExpertMLP(torch.autograd.Function):
         inputs = groups.gather(tokens)
         if on_input:
             inputs = (inputs * groups.of_rows(weights)).to(x.dtype)
-        both = grouped.linear(inputs, by_expert(gate_up, count), groups)
+        both = products.linear(inputs, gate_up, groups)
         second_read = wait_unsharded(down)
-        out = grouped.linear(gate.forward(both), by_expert(down, count), groups)
+        out = products.linear(gate.forward(both), down, groups)
 
         # Only the gradient of the first weight, the repeated product, and the gradients of weights
         # of inputs read the input.
@@ -67,6 +75,7 @@ class _ExpertMLP(torch.autograd.Function):
         ctx.recompute = recompute
         ctx.divided = divided
         ctx.on_input = on_input
+        ctx.products = products
         return groups.sum(out, None if on_input else weights).view(x.shape)
 
     @staticmethod
@@ -100,7 +109,7 @@ class _ExpertMLP(torch.autograd.Function):
             if ctx.divided:
                 # One message for both uses. Without messages making it twice takes less memory.
                 made = make_input(*sources)
-            both = grouped.linear(input_rows(), by_expert(gate_up, ctx.count), groups)
+            both = ctx.products.linear(input_rows(), gate_up, groups)
         active = ctx.gate.forward(both)
         out_grad = rows(grad)
         grad_rows = groups.gather(out_grad)
@@ -110,7 +119,7 @@ class _ExpertMLP(torch.autograd.Function):
         active_grad = weights_grad = x_grad = gate_up_grad = down_grad = None
         if needs_x or needs_weights or needs_gate_up:
             second_read.check()
-            active_grad = grouped.linear_backward(grad_rows, by_expert(down, ctx.count), groups)
+            active_grad = ctx.products.linear_backward(grad_rows, down, groups)
         if needs_weights and not on_input:
             assert active_grad is not None
             products = active_grad.to(at_least_fp32(grad.dtype)) * active
@@ -131,8 +140,7 @@ class _ExpertMLP(torch.autograd.Function):
             both_grad = ctx.gate.backward(active_grad, both)
             if needs_x or (on_input and needs_weights):
                 first_read.check()
-                weight = by_expert(gate_up, ctx.count)
-                input_grad = grouped.linear_backward(both_grad, weight, groups)
+                input_grad = ctx.products.linear_backward(both_grad, gate_up, groups)
                 if on_input and needs_weights:
                     products = input_grad.to(at_least_fp32(grad.dtype)) * plain_rows()
                     weights_grad = groups.sums_of(products, weights)
@@ -141,7 +149,7 @@ class _ExpertMLP(torch.autograd.Function):
                 gate_up_grad = _weight_gradient(
                     gate_up, first_read.handle, groups, lambda: (both_grad, input_rows())
                 )
-        return x_grad, None, weights_grad, gate_up_grad, down_grad, *[None] * 5
+        return x_grad, None, weights_grad, gate_up_grad, down_grad, *[None] * 6
 
 
 def _weight_gradient(
@@ -182,6 +190,7 @@ def expert_mlp(
     recompute: bool = False,
     divided: bool = False,
     on_input: bool = False,
+    products: ExpertProducts | None = None,
 ) -> Tensor:
     """Send x [..., h] through the experts of each token, and sum their outputs by the weights of
     ``routing``: [..., h]. ``on_input``: sum them as they are; the weights multiply their inputs.
@@ -189,10 +198,11 @@ def expert_mlp(
     ``gate_up`` [E * 2I, h] has of each expert the rows of its gate, then those of up; ``down``
     [E * h, I] those of its output. With ``recompute`` backward computes all again from x.
     ``divided``: the weights are those of some experts, and the number E in the table stands for all
-    others, which add nothing (``dispatch.py``)."""
+    others, which add nothing (``dispatch.py``). ``products``: those by the weights; None: in the
+    dtype of x."""
     value, source = (x.value, x) if isinstance(x, Recomputable) else (x, None)
     out = _ExpertMLP.apply(  # type: ignore[no-untyped-call]
         *(value, routing.experts, routing.weights, gate_up, down, gate, recompute, source),
-        *(divided, on_input),
+        *(divided, on_input, PlainProducts() if products is None else products),
     )
     return cast(Tensor, out)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -186,6 +187,28 @@ def accumulate(view: Tensor, beta: float, grad: Tensor, x: Tensor, groups: Exper
             accumulate_product(view[expert], beta, grad[part].t(), x[part])
         elif beta == 0.0:
             view[expert].zero_()
+
+
+class ExpertProducts(Protocol):
+    """Products of experts' rows with their weight [E * f, d], which has been waited for: those of
+    this module, or in FP8 (``model/nn/fp8/experts.py``). Rows behind those of the last expert may
+    hold anything."""
+
+    def linear(self, x: Tensor, weight: Tensor, groups: ExpertRows) -> Tensor:
+        """Multiply each expert's rows of x [n, d] by its weight [f, d]: [n, f]."""
+
+    def linear_backward(self, grad: Tensor, weight: Tensor, groups: ExpertRows) -> Tensor:
+        """Return the gradient [n, d] of the rows from that of the output, [n, f]."""
+
+
+class PlainProducts:
+    """``ExpertProducts`` in the dtype of the rows."""
+
+    def linear(self, x: Tensor, weight: Tensor, groups: ExpertRows) -> Tensor:
+        return linear(x, by_expert(weight, len(groups.ends)), groups)
+
+    def linear_backward(self, grad: Tensor, weight: Tensor, groups: ExpertRows) -> Tensor:
+        return linear_backward(grad, by_expert(weight, len(groups.ends)), groups)
 
 
 def _has_grouped_kernel(x: Tensor, weights: Tensor) -> bool:

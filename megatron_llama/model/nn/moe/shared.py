@@ -16,10 +16,11 @@ def shared_expert(
     """Return the shared expert of a block."""
     alone = Axis("shared_expert", 0, (mesh.rank,), None, mesh.recorder)
     width = config.moe_shared_expert_intermediate_size
+    products = options.products.get("shared_expert", options.products)
     # Without sequence: there is nothing to gather over one rank.
     return MLP(
         replace(config, intermediate_size=width),
         replace(mesh, tp=alone),
-        replace(options, sequence_parallel=False, tp_overlap=None),
+        replace(options, sequence_parallel=False, tp_overlap=None, products=products),
         recompute=recompute,
     )

@@ -24,7 +24,13 @@ from megatron_llama.engine.plan.buckets import BY_TRAFFIC, NO_SHARD, strategy_na
 from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError, counted, listing
 from megatron_llama.model.plan.chunks import GRANULARITIES
-from megatron_llama.model.plan.fp8 import SCALE_BYTES, fp8_layers, gathers_codes, scale_messages
+from megatron_llama.model.plan.fp8 import (
+    SCALE_BYTES,
+    ScaleMessages,
+    fp8_layers,
+    gathers_codes,
+    scale_messages,
+)
 from megatron_llama.model.plan.pieces import chosen_pieces
 from megatron_llama.model.plan.tensor_messages import block_messages, sparse_block_messages
 from megatron_llama.model.presets import LLAMA_VOCABULARY
@@ -353,15 +359,8 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
                 f"{sized(tensor.forward_bytes)}; backward {tensor.backward}, "
                 f"{sized(tensor.backward_bytes)}{cut}"
             )
-    narrow = any(
-        layer in fp8_layers(config) for stage in stages for layer in partition.layers[stage]
-    )
-    for axis, scales in scale_messages(config).items() if narrow else ():
-        weights = f"; {scales.weights} for weights, whenever they change" if scales.weights else ""
-        yield (
-            f"  scales        over {axis}, in a block in FP8, of each microbatch: forward "
-            f"{scales.forward} messages, backward {scales.backward}, {SCALE_BYTES} B each{weights}"
-        )
+    own_layers = [layer for stage in stages for layer in partition.layers[stage]]
+    yield from _scales(config, [layer for layer in own_layers if layer in fp8_layers(config)])
     staging = plan.staging(rank)
     sizes = plan.state_by_component(rank) | {"gradients on their way": staging}
     # Scalars are left out: all together are less than the last digit of the sum.
@@ -406,6 +405,35 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
         f"  peak          {sized(peak)} of activations with {plan.in_flight(rank):g} "
         f"microbatches in flight, {granularity}{some}; "
         f"with the state {sized(plan.state(rank) + peak)}"
+    )
+
+
+def _scales(config: Config, layers: Sequence[int]) -> Iterator[str]:
+    """Yield the messages by which ranks agree on the scales of these layers, all in FP8."""
+    sparse = 0
+    if config.model.num_experts:
+        from megatron_llama.model.plan.expert_fp8 import sparse_scale_messages  # of few models
+        from megatron_llama.model.plan.experts import is_sparse
+
+        sparse = sum(is_sparse(config.model, layer) for layer in layers)
+    if len(layers) > sparse:
+        for axis, scales in scale_messages(config).items():
+            yield _scale_line(axis, "in a dense block" if sparse else "in a block", scales)
+    if sparse:
+        size = SCALE_BYTES * config.model.num_experts
+        for axis, (single, experts) in sparse_scale_messages(config).items():
+            yield (
+                _scale_line(axis, "in a block with experts", single)
+                + f"; of experts forward {experts.forward}, backward {experts.backward}, "
+                f"{sized(size)} each"
+            )
+
+
+def _scale_line(axis: str, where: str, scales: ScaleMessages) -> str:
+    weights = f"; {scales.weights} for weights, whenever they change" if scales.weights else ""
+    return (
+        f"  scales        over {axis}, {where} in FP8, of each microbatch: forward "
+        f"{scales.forward} messages, backward {scales.backward}, {SCALE_BYTES} B each{weights}"
     )
 
 

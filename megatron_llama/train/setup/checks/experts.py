@@ -98,7 +98,6 @@ def expert_problems(config: Config) -> Iterator[str]:
             f"--tp-comm-overlap {parallel.tp_comm_overlap}",
             "0: between attention and experts no message is cut",
         ),
-        (training.fp8 != "none", f"--fp8 {training.fp8}", "products in bf16, fp16 or fp32"),
         (
             training.compile,
             "--compile",

@@ -122,6 +122,13 @@ def _strange_widths(model: ModelConfig, tp: int, multiple: int) -> list[str]:
         "keys": (keys * copies * model.head_dim, tp),
         "intermediate size": (model.intermediate_size, tp),
     }
+    if model.num_experts:
+        from megatron_llama.model.plan.expert_fp8 import widths_of_experts  # of few models
+        from megatron_llama.model.plan.experts import sparse_layers
+
+        if sparse_layers(model) == model.num_hidden_layers:
+            del shares["intermediate size"]  # which no block has
+        shares |= {name: (width, 1) for name, width in widths_of_experts(model).items()}
     whole_heads = heads % tp == 0 and keys * copies % tp == 0
     return [
         f"{name} {width / ranks:g}"

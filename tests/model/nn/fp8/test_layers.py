@@ -153,8 +153,8 @@ class Comparing(Blockwise):
 
     made = 0
 
-    def codes(self, weight: Tensor) -> WeightCodes:
-        found = super().codes(weight)
+    def codes(self, weight: Tensor, experts: int = 0) -> WeightCodes:
+        found = super().codes(weight, experts)
         for kept, fresh in zip(found[1:], both_orders(weight), strict=True):
             assert same(kept, fresh), "codes of another weight, or of another version"
         return found
