@@ -28,7 +28,7 @@ from megatron_llama.engine.pieces import block_tensors, shard_tensors
 from megatron_llama.engine.plan.buckets import ALIGN, BucketKind
 from megatron_llama.errors import TrainingError, describe
 
-AXES = ("dp", "dp_replica", "expert_dp", "tp", "kv", "embedding")
+AXES = ("dp", "dp_replica", "expert_dp", "expert_dp_replica", "tp", "kv", "embedding")
 """The order in which all ranks compare, so that ranks which share several axes cannot deadlock."""
 CHUNK = 1 << 20
 """Elements that are converted to int64 at once."""

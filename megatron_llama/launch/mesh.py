@@ -52,6 +52,8 @@ _STREAM_GROUPS = MappingProxyType(
         "dp_gather": "dp",
         "ep": "dp",
         "expert_dp": "dp",
+        "expert_dp_shard": "dp",
+        "expert_dp_replica": "dp",
         "expert_dp_gather": "dp",
         "pp": "pp",
         "pp_backward": "pp",
@@ -160,7 +162,7 @@ def build_mesh(
 
     ep_axis = experts = None
     if ep > 1:
-        ep_axis, experts = _expert_axes(builder, grid, ep, is_sharded=shards > 1)
+        ep_axis, experts = _expert_axes(builder, grid, ep, shards=max(1, shards // ep))
 
     pp_lines = grid.lines(0)
     partition = partition_of(config)
@@ -197,10 +199,11 @@ def build_mesh(
 
 
 def _expert_axes(
-    builder: _AxisBuilder, grid: _Grid, ep: int, *, is_sharded: bool
+    builder: _AxisBuilder, grid: _Grid, ep: int, *, shards: int
 ) -> tuple[Axis, DataAxes]:
     """Return the axis of ``ep`` neighbouring data-parallel ranks that divide experts among them,
-    and those of the ranks that hold the same experts. Collective."""
+    and those of the ranks that hold the same experts, of which so many neighbours share a bucket.
+    Collective."""
     lines = [line[i : i + ep] for line in grid.lines(1) for i in range(0, grid.dp, ep)]
     # A line has the ranks of dp, and of each those of cp.
     same = [
@@ -211,10 +214,17 @@ def _expert_axes(
     ep_axis = builder.build("ep", lines)
     dp = builder.build("expert_dp", same)
     alone = Axis(dp.name, 0, (builder.rank,), None, builder.recorder)
-    shard, replica = (dp, alone) if is_sharded else (alone, dp)
+    sharing = [line[i : i + shards] for line in same for i in range(0, len(line), shards)]
+    shard, replica = alone, dp
+    if shards == dp.size:
+        shard, replica = dp, alone
+    elif shards > 1:
+        shard = builder.build("expert_dp_shard", sharing)
+        replicas = [line[i::shards] for line in same for i in range(shards)]
+        replica = builder.build("expert_dp_replica", replicas)
     gather = replace(shard, name="expert_dp_gather")
-    if is_sharded and not devices.one_connection_per_peer(builder.device):
-        gather = builder.build(gather.name, same)
+    if shards > 1 and not devices.one_connection_per_peer(builder.device):
+        gather = builder.build(gather.name, sharing)
     return ep_axis, DataAxes(dp, shard, replica, gather)
 
 

@@ -50,7 +50,9 @@ def shard_size_here(yours: Config, world: World, here: World) -> int:
     size = yours.parallel.data_parallel_shard_size
     if not has_hybrid_shards(yours, world):
         return min(size, here.replicas)
-    return 2 if here.replicas > 2 and here.replicas % 2 == 0 else 0
+    # A multiple of the ranks that divide experts.
+    least = max(2, small_division(yours, world, here))
+    return least if here.replicas > least and here.replicas % least == 0 else 0
 
 
 def small_stages(yours: Config, here: World) -> dict[str, Any]:

@@ -146,6 +146,7 @@ def layouts() -> Iterator[Layout]:
         yield Layout(pp=2, dp=2, strategy=strategy, virtual=2, schedule="interleaved", microbatches=4)
         yield Run(dp=4, ep=2, strategy=strategy, bf16=True, reduce_bf16=True, fields=SPARSE)
         yield Run(tp=2, sp=True, dp=3, ep=3, strategy=strategy, reduce_bf16=True, fields=SPARSE)
+        yield Run(dp=4, ep=2, strategy=strategy, bf16=True, reduce_bf16=True, offload=replace(EXACT, optimizer_offload_fraction=0.6), fields=SPARSE)
         yield Layout(dp=2, strategy=strategy, bucket=10**9, reduce_bf16=True)
         yield Layout(dp=2, strategy=strategy, bf16=True, offload=EXACT, reduce_bf16=True)
         yield Layout(dp=2, strategy=strategy, bf16=True, offload=replace(EXACT, optimizer_offload_fraction=0.4))
@@ -153,6 +154,8 @@ def layouts() -> Iterator[Layout]:
     for strategy in STRATEGIES[1:]:
         for shard_size in (1, 2):
             yield Layout(dp=4, shard_size=shard_size, strategy=strategy, bf16=True, reduce_bf16=True)
+        for shard_size in (2, 4):
+            yield Run(dp=8, ep=2, shard_size=shard_size, strategy=strategy, bf16=True, reduce_bf16=True, fields=SPARSE)
     for slots in ("1", "2", "3", "all"):
         for grad_slots in (1, 2, 3):
             yield Layout(dp=2, strategy="optim_grads_params", slots=slots, grad_slots=grad_slots, bf16=True, reduce_bf16=True)

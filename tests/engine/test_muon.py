@@ -35,13 +35,23 @@ class MuonLayout(Layout):
 
     nesterov: bool = True
     adjust: str = "match_rms_adamw"
+    experts: int = 0
+    """In all blocks but the second."""
 
     @property
     def reference(self) -> MuonLayout:
-        return MuonLayout(**vars(super().reference), nesterov=self.nesterov, adjust=self.adjust)
+        return MuonLayout(**vars(super().reference), nesterov=self.nesterov, adjust=self.adjust, experts=self.experts)
+
+    @property
+    def matrices(self) -> int:
+        """Those of all blocks: of attention, of an MLP, or of a router and each expert."""
+        return 7 * self.layers if not self.experts else 7 * self.layers + (self.layers - 1) * (1 + 3 * self.experts - 3)
 
     def config(self) -> Config:
         config = super().config()
+        if self.experts:
+            sparse = {"num_experts": self.experts, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": (1,)}
+            config = replace(config, model=replace(config.model, **sparse))
         optimizer = replace(config.optimizer, optimizer="muon", muon_nesterov=self.nesterov, muon_adjust_lr=self.adjust)
         return replace(config, optimizer=optimizer)
 
@@ -69,9 +79,17 @@ def after(place: Place, layout: MuonLayout) -> tuple[Pieces, tuple[int, int], tu
         sum(traffic.bytes for (axis, operation), traffic in recorder.traffic.items() if axis == name and operation.startswith("matrices"))
         for name in (run.mesh.dp_shard.name, "tp")
     )
+    planned = rule.plan.sent(run.mesh.dp_shard.rank, run.mesh.tp.rank)
+    if (experts := run.mesh.experts) is not None:
+        along = sum(
+            traffic.bytes for (axis, operation), traffic in recorder.traffic.items() if axis == experts.shard.name and operation.startswith("matrices")
+        )
+        more = rule.plan.sent(experts.shard.rank, run.mesh.tp.rank, layout.ep)
+        sent = (sent[0] + along, sent[1])
+        planned = (planned[0] + more[0], planned[1] + more[1])
     pieces = [(p.rectangle, p.tensors["master"].clone()) for p in shard_pieces(run.optimizer)]
     run.optimizer.close()
-    return pieces, sent, rule.plan.sent(run.mesh.dp_shard.rank, run.mesh.tp.rank)
+    return pieces, sent, planned
 
 
 @iterating_in_bf16()
@@ -104,7 +122,7 @@ def plain(name: str, dims: int) -> tuple[float, float]:
 
 
 def torchs(
-    layout: Layout, found: Sequence[Mapping[str, Tensor]], options: Callable[[str, int], tuple[float, float]] = plain, **muon: Any
+    layout: MuonLayout | Layout, found: Sequence[Mapping[str, Tensor]], options: Callable[[str, int], tuple[float, float]] = plain, **muon: Any
 ) -> Mapping[str, Tensor]:
     """What torch's AdamW, and for matrices of layers its Muon with the options ``muon`` if there are any, make of these gradients, clipped."""
     parameters = {name: torch.nn.Parameter(drawn(layout.weights(), name, tuple(g.shape), g.dtype)) for name, g in found[0].items()}
@@ -115,7 +133,7 @@ def torchs(
     o = OPTIMIZER
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups[False], betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)]
     if muon:
-        assert len(groups[True]) == 7 * layout.layers
+        assert isinstance(layout, MuonLayout) and len(groups[True]) == layout.matrices
         optimizers.append(torch.optim.Muon(groups[True], **muon))
     follow(parameters, optimizers, found, layout.clip)
     return {name: parameter.detach() for name, parameter in parameters.items()}
@@ -136,6 +154,12 @@ LAYOUTS = [
     MuonLayout(cp=2, dp=2, shard_size=2, strategy="optim_grads", fp64=True, bucket=10**9),
     MuonLayout(tp=4, kv_heads=2, fp64=True),
     MuonLayout(pp=2, dp=2, strategy="no_shard", fp64=True, microbatches=2, tied=True),
+    MuonLayout(experts=4, fp64=True),
+    MuonLayout(experts=4, tp=2, sp=True, dp=2, strategy="optim_grads_params", slots="2", fp64=True),
+    MuonLayout(experts=4, dp=4, ep=2, strategy="optim_grads", microbatches=2, fp64=True),
+    MuonLayout(experts=4, tp=2, sp=True, dp=2, ep=2, strategy="optim", fp64=True),
+    MuonLayout(experts=4, dp=8, ep=2, shard_size=4, strategy="optim_grads_params", fp64=True),
+    MuonLayout(experts=4, pp=2, dp=2, ep=2, strategy="no_shard", fp64=True, microbatches=2),
 ]
 
 

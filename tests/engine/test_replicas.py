@@ -31,6 +31,10 @@ LAYOUTS: Mapping[str, tuple[Layout, dict[str, set[str]]]] = {
         Run(dp=4, ep=2, strategy="no_shard", fields=tuple(EXPERTS.items())),
         {"dp": {"gathered", *MOMENTS}, "expert_dp": {"gathered", *MOMENTS}},
     ),
+    "experts, hybrid": (
+        Run(dp=8, ep=2, shard_size=4, strategy="optim_grads", fields=tuple(EXPERTS.items())),
+        {**GATHERED, "dp_replica": MOMENTS, "expert_dp": {"gathered"}, "expert_dp_replica": MOMENTS},
+    ),
     "everything": (
         Layout(tp=2, sp=True, pp=2, dp=2, tied=True, strategy="optim_grads"),
         {**GATHERED, "tp": MOMENTS, "embedding": MOMENTS},

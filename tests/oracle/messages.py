@@ -15,6 +15,7 @@ from megatron_llama.config.schema import Config
 from megatron_llama.engine.plan.buckets import BucketKind
 from megatron_llama.model.plan.experts import is_sparse
 from megatron_llama.model.plan.params import kv_copies, padded_vocab_size
+from megatron_llama.pipeline.plan.traffic import StepTraffic
 from megatron_llama.train.setup.memory import MemoryPlan
 
 FP64 = 8
@@ -198,22 +199,18 @@ class _Step:
         traffic = self.plan.traffic(self.rank)
         layout = self.plan.bucket_plans[self.rank]
         if traffic.experts is not None:
-            sharded = traffic.experts.shards > 1
-            operation, size = ("reduce_scatter", traffic.experts.reduction_bytes) if sharded else ("all_reduce", traffic.experts.replica_bytes)
-            if sharded or traffic.experts.replicas > 1:
-                self.calls["expert_dp", operation] += traffic.experts.reductions if sharded else sum(bucket.kind.ep > 1 for bucket in layout.buckets)
-                self.bytes["expert_dp", operation] += size
-                self.calls["expert_dp_gather", "all_gather"] += traffic.experts.gathers
-                self.bytes["expert_dp_gather", "all_gather"] += traffic.experts.gather_bytes
-        trained = sum(bucket.kind.trainable and bucket.kind.ep == 1 for bucket in layout.buckets)
+            self._data_parallel("expert_dp", traffic.experts, sum(bucket.kind.trainable and bucket.kind.ep > 1 for bucket in layout.buckets))
+        self._data_parallel("dp", traffic, sum(bucket.kind.trainable and bucket.kind.ep == 1 for bucket in layout.buckets))
+
+    def _data_parallel(self, name: str, traffic: StepTraffic, trained: int) -> None:
         if traffic.shards > 1:
-            axis = "dp" if traffic.replicas == 1 else "dp_shard"
+            axis = name if traffic.replicas == 1 else f"{name}_shard"
             self.calls[axis, "reduce_scatter"] += traffic.reductions
             self.bytes[axis, "reduce_scatter"] += traffic.reduction_bytes
-            self.calls["dp_gather", "all_gather"] += traffic.gathers
-            self.bytes["dp_gather", "all_gather"] += traffic.gather_bytes
+            self.calls[f"{name}_gather", "all_gather"] += traffic.gathers
+            self.bytes[f"{name}_gather", "all_gather"] += traffic.gather_bytes
         if traffic.replicas > 1:
-            axis = "dp" if traffic.shards == 1 else "dp_replica"
+            axis = name if traffic.shards == 1 else f"{name}_replica"
             self.calls[axis, "all_reduce"] += trained
             self.bytes[axis, "all_reduce"] += traffic.replica_bytes
 

@@ -126,6 +126,7 @@ DIVIDED = [
     Run(tp=2, sp=True, dp=2, ep=2, strategy="optim_grads", recompute="full", recompute_layers="3", fields=SPARSE),
     Run(pp=2, dp=2, ep=2, strategy="optim_grads", microbatches=2, schedule="zb-h1", fields=SPARSE),
     Run(dp=2, cp=2, ep=2, strategy="optim_grads_params", fields=SPARSE),
+    Run(dp=4, cp=2, ep=2, shard_size=4, strategy="optim_grads", microbatches=2, fields=SPARSE),
 ]
 
 

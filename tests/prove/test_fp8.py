@@ -33,8 +33,14 @@ WIDE: dict[str, object] = {
 }  # fmt: skip
 
 
+SPARSE: dict[str, object] = {
+    "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 384, "mlp_only_layers": (3,),
+    "expert_model_parallel_size": 4, "data_parallel_shard_size": 4,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("ends", [0, 1, 3])
-@pytest.mark.parametrize("layout", [{}, {"pipeline_model_parallel_size": 8}, {"num_key_value_heads": 1}, {"num_key_value_heads": 8}])
+@pytest.mark.parametrize("layout", [{}, {"pipeline_model_parallel_size": 8}, {"num_key_value_heads": 1}, {"num_key_value_heads": 8}, SPARSE])
 def test_small_models_have_whole_tiles_and_a_block_in_fp8(ends: int, layout: dict[str, object]) -> None:
     options = {**WIDE, **layout, "fp8_bf16_layers": ends}
     for case in shrink(read_options(None, options, SECTIONS), 16, 4):

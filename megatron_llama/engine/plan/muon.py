@@ -1,8 +1,9 @@
 """The owners of the matrices that Muon orthogonalises, and the messages for that. Integers only.
 
 Newton-Schulz needs whole matrices, and they are those of the HuggingFace model: q_proj, k_proj and
-v_proj are three although they are stored as one. A rank has some rows of each, its shard, of the
-part that its tensor-parallel rank has. So every matrix has an *owner*, one data-parallel and one
+v_proj are three although they are stored as one, and each expert of a block has three of its own. A
+rank has some rows of each, its shard, of the part that its tensor-parallel rank has. So every
+matrix has an *owner*, one data-parallel and one
 tensor-parallel rank, that gets the momentum from all others, orthogonalises it, and sends back to
 each the elements that it came with.
 
@@ -13,7 +14,7 @@ owner already: that is a rank with a large part of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -53,6 +54,15 @@ class Matrix:
         """Elements of this tensor-parallel rank."""
         return self.rows * self.width
 
+    def senders(self, tp: int) -> tuple[int, ...]:
+        """Return the tensor-parallel rank that sends each part to the owner: of those with the same
+        part the first one, or the owner itself, which then sends nothing."""
+        own = self.tp_owner // self.copies
+        return tuple(
+            self.tp_owner if part == own else part * self.copies
+            for part in range(tp // self.copies)
+        )
+
 
 @dataclass(frozen=True)
 class Part:
@@ -87,7 +97,7 @@ class MuonPlan:
 
     def parts(self, matrix: Matrix) -> Iterator[tuple[int, Part]]:
         """Yield every rank that has a part of a matrix, with that part."""
-        for rank in range(self.bucket_plan.shards):
+        for rank in range(self.bucket_plan.shard_count(matrix.bucket)):
             part = self.part(matrix, rank)
             if part.length:
                 yield rank, part
@@ -99,14 +109,14 @@ class MuonPlan:
 
     @cached_property
     def gathered_numel(self) -> int:
-        """Elements of the matrices that an owner gathers along dp: those of the rank with most. 0
-        if a shard is the whole bucket."""
-        if self.bucket_plan.shards == 1:
-            return 0
-        total = [0] * self.bucket_plan.shards
+        """Elements of the matrices that an owner gathers along dp: those of the rank with most, of
+        experts that ranks divide and of all else. 0 if a shard is the whole bucket."""
+        total = dict[tuple[int, ...], int]()
         for matrix in self.matrices:
-            total[matrix.owner] += matrix.numel
-        return max(total, default=0)
+            if self.bucket_plan.shard_count(matrix.bucket) > 1:
+                owner = self._division(matrix), matrix.owner
+                total[owner] = total.get(owner, 0) + matrix.numel
+        return _of_ranks_with_most(total)
 
     @cached_property
     def whole_numel(self) -> int:
@@ -114,11 +124,16 @@ class MuonPlan:
         without tensor parallelism."""
         if self.tp == 1:
             return 0
-        total = dict[tuple[int, int], int]()
+        total = dict[tuple[int, ...], int]()
         for matrix in self.matrices:
-            owner = matrix.owner, matrix.tp_owner
+            owner = self._division(matrix), matrix.owner, matrix.tp_owner
             total[owner] = total.get(owner, 0) + matrix.numel * self.tp // matrix.copies
-        return max(total.values(), default=0)
+        return _of_ranks_with_most(total)
+
+    def _division(self, matrix: Matrix) -> int:
+        """Return the ranks that divide the experts among which the matrix is; 1 for all others. The
+        owners of each kind are numbered by themselves."""
+        return self.bucket_plan.buckets[matrix.bucket].kind.ep
 
     @property
     def buffer_bytes(self) -> int:
@@ -139,17 +154,19 @@ class MuonPlan:
             default=0,
         )
 
-    def sent(self, rank: int, tp_rank: int) -> tuple[int, int]:
-        """Return the bytes that leave a rank in a step along dp and along tp. ``rank`` is its
-        number among the ranks that share a bucket."""
+    def sent(self, rank: int, tp_rank: int, ep: int = 1) -> tuple[int, int]:
+        """Return the bytes that leave a rank in a step along dp and along tp, of matrices that are
+        divided by ``ep``. ``rank`` is its number among the ranks that share their buckets."""
         along_dp = along_tp = 0
         for matrix in self.matrices:
+            if self._division(matrix) != ep:
+                continue
             for holder, part in self.parts(matrix):
                 # To the owner, and back from it.
                 along_dp += part.length * ((rank == holder) ^ (rank == matrix.owner))
             if rank == matrix.owner:
                 if tp_rank != matrix.tp_owner:
-                    along_tp += matrix.numel * (tp_rank % matrix.copies == 0)
+                    along_tp += matrix.numel * (tp_rank in matrix.senders(self.tp))
                 else:
                     along_tp += matrix.numel * (self.tp - 1)
         return along_dp * ITEMSIZE, along_tp * ITEMSIZE
@@ -167,10 +184,12 @@ def muon_plan(bucket_plan: BucketPlan, *, tp: int) -> MuonPlan:
 
     Of the ranks with at least half as much of a matrix as the one with most, the owner has the
     fewest multiplications so far; of several it is the one with most of the matrix."""
-    shards = bucket_plan.shards
-    work = [[0] * tp for _ in range(shards)]
+    work_of_kinds: dict[int, list[list[int]]] = {}
     matrices = []
     for bucket in bucket_plan.forward_order:
+        shards = bucket_plan.shard_count(bucket)
+        ep = bucket_plan.buckets[bucket].kind.ep
+        work = work_of_kinds.setdefault(ep, [[0] * tp for _ in range(shards)])
         for placed in bucket_plan.buckets[bucket].placements[::-1]:
             spec = placed.spec
             if not spec.muon:
@@ -187,8 +206,9 @@ def muon_plan(bucket_plan: BucketPlan, *, tp: int) -> MuonPlan:
                     (rank for rank in range(shards) if 2 * held[rank] >= max(held)),
                     key=lambda rank: (sum(work[rank]), -held[rank]),
                 )
-                primaries = range(0, tp, spec.copies)
-                tp_owner = min(primaries, key=lambda rank: work[owner][rank])
+                # Any rank may own what all of them have.
+                candidates = range(0, tp, 1 if spec.copies == tp else spec.copies)
+                tp_owner = min(candidates, key=lambda rank: work[owner][rank])
                 # One with more than two dims, a convolution's, is flattened behind its first.
                 height, width = slices[0].shape[0], slices[0].width
                 work[owner][tp_owner] += height * width * min(height, width)
@@ -207,6 +227,15 @@ def muon_plan(bucket_plan: BucketPlan, *, tp: int) -> MuonPlan:
                     )
                 )
     return MuonPlan(bucket_plan, tp, tuple(matrices))
+
+
+def _of_ranks_with_most(total: Mapping[tuple[int, ...], int]) -> int:
+    """Return the elements of the owner with most, summed over the kinds of which the first number
+    of an owner is one."""
+    most: dict[int, int] = {}
+    for (kind, *_), elements in total.items():
+        most[kind] = max(most.get(kind, 0), elements)
+    return sum(most.values())
 
 
 def _hf_matrices(spec: ParamSpec) -> Iterator[tuple[str, tuple[HFSlice, ...]]]:

@@ -27,7 +27,7 @@ from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.comm.exchange import Exchange, Piece, transfer
 from megatron_llama.engine.comm.streams import CompletedFuture, Future
 from megatron_llama.engine.comm.worker import Worker
-from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.engine.options import UpdateOptions
 from megatron_llama.engine.plan.buckets import BucketPlan
 from megatron_llama.engine.plan.muon import Matrix, MuonPlan, muon_plan
@@ -129,6 +129,8 @@ class _Bucket:
     """One bucket on its way."""
 
     matrices: tuple[Matrix, ...]
+    dp: Axis
+    """The ranks that share the bucket."""
     buffer: Tensor
     """[n], bf16: the elements for the owners, then the returned ones, in the places of the
     shard."""
@@ -204,7 +206,6 @@ class Muon(UpdateRule):
     def _make_buckets(self, chunk_bytes: int) -> dict[int, _Bucket]:
         """Cut the buffers into parts, and make the messages of each bucket, in forward order."""
         plan = self._plan
-        dp = self._mesh.dp_shard
         tp = self._mesh.tp
         # Made once, with views of the buffers: a step allocates nothing and computes no offsets.
         shards = _taking(self._buffers["shards"])
@@ -212,6 +213,7 @@ class Muon(UpdateRule):
         whole = _taking(self._buffers["whole"])
         made = {}
         for bucket in plan.buckets:
+            dp = self._mesh.data_axes(plan.bucket_plan.buckets[bucket].kind).shard
             buffer = shards(plan.bucket_plan.shard_numel(bucket))
             sent: list[Piece] = []
             received: list[Piece] = []
@@ -241,20 +243,20 @@ class Muon(UpdateRule):
                 parts = [local]
                 if tp.size > 1:
                     # One of the ranks with the same part sends it, and all of them need the result.
-                    primaries = range(0, tp.size, matrix.copies)
+                    senders = matrix.senders(tp.size)
                     if tp.rank != matrix.tp_owner:
-                        if tp.rank in primaries:
+                        if tp.rank in senders:
                             tp_sent.append((matrix.tp_owner, local))
                         tp_returned.append((matrix.tp_owner, local))
                         continue
-                    flat = whole(matrix.numel * len(primaries))
-                    parts = list(flat.chunk(len(primaries)))
+                    flat = whole(matrix.numel * len(senders))
+                    parts = list(flat.chunk(len(senders)))
                     for rank in range(tp.size):
                         part_of_rank = parts[rank // matrix.copies]
                         if rank == tp.rank:
                             tp_own.append((part_of_rank, local))
                             continue
-                        if rank in primaries:
+                        if rank in senders:
                             tp_received.append((rank, part_of_rank))
                         tp_back.append((rank, part_of_rank))
                 mine.append((matrix, parts))
@@ -268,6 +270,7 @@ class Muon(UpdateRule):
                 along_tp: bool,
                 phase: int,
                 number: int = number,
+                dp: Axis = dp,
             ) -> Exchange:
                 return transfer(
                     outgoing,
@@ -282,6 +285,7 @@ class Muon(UpdateRule):
 
             made[bucket] = _Bucket(
                 plan.of(bucket),
+                dp,
                 buffer,
                 to_owners=message(sent, received, along_tp=False, phase=0),
                 along_tp=message(tp_sent, tp_received, along_tp=True, phase=0),
@@ -466,7 +470,7 @@ class Muon(UpdateRule):
         if not self._on_host or not update.skip:
             master.mul_(kept)
             for matrix in work.matrices:
-                held = self._plan.part(matrix, self._mesh.dp_shard.rank)
+                held = self._plan.part(matrix, work.dp.rank)
                 place = slice(held.in_shard, held.in_shard + held.length)
                 rate = update.lr * rate_factor(options.muon_adjust_lr, matrix.shape)
                 if held.length:

@@ -100,8 +100,12 @@ def _matrix_bytes(config: Config, bucket_plan: BucketPlan) -> float:
     if config.optimizer.optimizer != MUON:
         return 0.0
     plan = muon_plan(bucket_plan, tp=config.parallel.tensor_model_parallel_size)
-    shards = bucket_plan.shards
-    return sum(plan.sent(rank, 0)[0] for rank in range(shards)) / shards
+    kinds = {
+        bucket.kind.ep: bucket.kind.shards(bucket_plan.shards) for bucket in bucket_plan.buckets
+    }
+    return sum(
+        plan.sent(rank, 0, ep)[0] / shards for ep, shards in kinds.items() for rank in range(shards)
+    )
 
 
 def count_gathers(

@@ -47,7 +47,8 @@ AXIS_LANES: Mapping[str, str] = MappingProxyType(
         "ep": "ep",
         **dict.fromkeys(("pp", "pp_backward", "pp_return", "pp_backward_return"), PIPELINE),
         **dict.fromkeys(("dp_gather", "expert_dp_gather"), GATHERS),
-        **dict.fromkeys(("dp", "dp_shard", "dp_replica", "expert_dp", "embedding"), REDUCTIONS),
+        **dict.fromkeys(("dp", "dp_shard", "dp_replica", "embedding"), REDUCTIONS),
+        **dict.fromkeys(("expert_dp", "expert_dp_shard", "expert_dp_replica"), REDUCTIONS),
     }
 )
 """The lane of an axis's messages; those of other axes are in ``other``."""

@@ -100,11 +100,12 @@ def _by_axis(config: Config, world: int, pipeline_rank: int) -> Iterator[Communi
     pp = parallel.pipeline_model_parallel_size
     data = dp_size(config, world) * cp
     shards = shard_count(parallel, data)
+    ep = parallel.expert_model_parallel_size
+    expert_shards = max(1, shards // ep)
     copies = kv_copies(model, tp) if model.num_key_value_heads else 1
     partition = partition_of(config)
     tied = has_tied_head(model) and not partition.first_and_last_share_rank
     heads = parallel.head_ranks
-    ep = parallel.expert_model_parallel_size
     # An exchange of sequence for heads connects each rank to each.
     ends = {"cp" if heads == cp else "cp_heads": 2 * (heads - 1), "cp_keys": 2}
     ends.setdefault("cp", 2 if parallel.cp_comm_type == "ring" else 0)
@@ -121,7 +122,8 @@ def _by_axis(config: Config, world: int, pipeline_rank: int) -> Iterator[Communi
         "dp_gather": shards,
         "ep": ep,
         "expert_dp": data // ep if ep > 1 else 1,
-        "expert_dp_gather": shards // ep if ep > 1 else 1,
+        **(_hybrid_axes(data // ep, expert_shards) if ep > 1 else {}),
+        "expert_dp_gather": expert_shards if ep > 1 else 1,
         "embedding": 2 if tied and pipeline_rank in (0, pp - 1) else 1,
     }
     for name, size in sizes.items():
@@ -133,6 +135,14 @@ def _by_axis(config: Config, world: int, pipeline_rank: int) -> Iterator[Communi
         channels = parallel.nccl_pp_max_ctas or CHANNELS
         for name, count in neighbours.items():
             yield Communicators(name, pp, channels, collective=False, links=count)
+
+
+def _hybrid_axes(ranks: int, shards: int) -> dict[str, int]:
+    """Return the ranks of the axes that experts have if some of those with the same ones share a
+    bucket."""
+    if shards in (1, ranks):
+        return {}
+    return {"expert_dp_shard": shards, "expert_dp_replica": ranks // shards}
 
 
 def _links(placement: Sequence[int], rank: int, *, virtual: bool) -> dict[str, int]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from megatron_llama.config.schema import Config, ModelConfig
+from megatron_llama.engine.offload_options import OffloadConfig
 from megatron_llama.model.hf import model_config_from_hf
 from megatron_llama.prove.materials import DrawnWeights
 from torch import Tensor, nn
@@ -209,8 +210,12 @@ DIVIDED = [
     Layout(pp=2, dp=2, ep=2, microbatches=4, schedule="zb-h1", strategy="optim_grads"),
     Layout(pp=2, virtual=2, dp=2, ep=2, microbatches=2, schedule="interleaved", recompute="full"),
     Layout(pp=2, dp=2, ep=2, tp=2, sp=True, microbatches=4, schedule="1f1b", strategy="optim_grads_params"),
+    Layout(dp=8, ep=2, shard_size=4, strategy="optim_grads"),
+    Layout(dp=4, cp=2, ep=2, shard_size=2, strategy="optim_grads_params", microbatches=2),
+    Layout(dp=4, ep=2, strategy="optim_grads", microbatches=2, offload=OffloadConfig(optimizer_offload="exact")),
+    Layout(pp=2, dp=2, ep=2, microbatches=4, schedule="zb-h1", offload=OffloadConfig(optimizer_offload="exact", offload_speculative=True)),
 ]
-"""Of experts that ranks divide among them: the four strategies, and each other axis."""
+"""Of experts that ranks divide among them: the four strategies, each other axis, replicas of shards, and optimizers on the host."""
 DRAWN = 10
 
 

@@ -26,10 +26,11 @@ OF_A_RING = 2 * (SIMPLE + LOW_LATENCY + LOW_LATENCY_128)
 SHARED = Case(dp=8, strategy="optim_grads_params").config
 DIVIDED = replace(SHARED, parallel=replace(SHARED.parallel, expert_model_parallel_size=2))
 TWO_LEVELS = replace(SHARED, parallel=replace(SHARED.parallel, data_parallel_shard_size=4))
+HYBRID = replace(DIVIDED, parallel=replace(DIVIDED.parallel, data_parallel_shard_size=4))
 BY_HEADS = [(spread(Case(cp=4, tp=2).config, comm), 8, 1) for comm in ("a2a", "a2a+p2p")]
 
 
-@pytest.mark.parametrize(("config", "world", "pp"), [*((case.config, case.world_size, case.pp) for case in GRIDS), (SHARED, 8, 1), (TWO_LEVELS, 8, 1), (DIVIDED, 8, 1), *BY_HEADS])
+@pytest.mark.parametrize(("config", "world", "pp"), [*((case.config, case.world_size, case.pp) for case in GRIDS), (SHARED, 8, 1), (TWO_LEVELS, 8, 1), (DIVIDED, 8, 1), (HYBRID, 8, 1), *BY_HEADS])
 def test_the_plan_has_what_the_mesh_makes(config: Config, world: int, pp: int) -> None:
     """Group for group on every pipeline rank, with as many pairs as its links."""
     for rank in range(0, world, world // pp):
