@@ -184,6 +184,8 @@ def muon_layouts() -> Iterator[MuonLayout]:
     yield MuonLayout(tp=4, kv_heads=2, dp=2)
     yield MuonLayout(pp=2, dp=2, microbatches=2, fp64=True)
     yield MuonLayout(dp=4, shard_size=2)
+    yield MuonLayout(experts=4, dp=4, ep=2, strategy="optim_grads", bf16=True)
+    yield MuonLayout(experts=4, tp=2, sp=True, dp=2)
 
 
 @pytest.mark.parametrize("layout", list(muon_layouts()), ids=lambda layout: layout.name)

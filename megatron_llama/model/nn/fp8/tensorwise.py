@@ -64,7 +64,7 @@ class Measured(NamedTuple):
         for axis in self.others:
             collectives.all_reduce(self.largest, axis, dist.ReduceOp.MAX, async_op=False).wait()
         factor = factor_of(self.largest, torch.finfo(dtype).max)
-        return Codes(scaled(self.numbers, factor, dtype), factor.reciprocal())
+        return Codes(_scaled(self.numbers, factor, dtype), factor.reciprocal())
 
 
 def measured(x: Tensor, axes: Sequence[Axis], *, waits: bool) -> Measured:
@@ -125,7 +125,7 @@ def factor_of(largest: Tensor, reach: float) -> Tensor:
     return (reach / largest.double().clamp(min=LEAST)).float()
 
 
-def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if not devices.is_fake(x) and runs_kernels(x.device, x.dtype):
         from megatron_llama.model.nn.fp8 import kernels
 
