@@ -66,7 +66,7 @@ def _decoded(codes: Tensor, scales: Tensor) -> Tensor:
     SIDE rows, and each number or SIDE numbers of it."""
     height, width = (size // count for size, count in zip(codes.shape, scales.shape, strict=True))
     whole = scales.repeat_interleave(height, 0) if height > 1 else scales
-    return (codes.float().unflatten(1, (-1, width)) * whole.unsqueeze(-1)).flatten(1)
+    return (torch.unflatten(codes.float(), 1, (-1, width)) * whole.unsqueeze(-1)).flatten(1)
 
 
 class BlockwiseExperts:
@@ -86,23 +86,23 @@ class BlockwiseExperts:
 
 def _below(weight: Blocks, experts: int) -> Coded:
     """View codes [E * f, k], and their scales, by expert."""
-    return Coded(*(values.unflatten(0, (experts, -1)) for values in weight))
+    return Coded(*(torch.unflatten(values, 0, (experts, -1)) for values in weight))
 
 
 def _beside(weight: Blocks, experts: int) -> Coded:
     """View the codes [k, E * f] of the transposed weight, and their scales, by expert: [E, k,
     f]."""
-    return Coded(*(values.unflatten(1, (experts, -1)).transpose(0, 1) for values in weight))
+    return Coded(*(torch.unflatten(values, 1, (experts, -1)).transpose(0, 1) for values in weight))
 
 
 def stacked_codes(weight: Tensor, experts: int) -> tuple[tensorwise.Codes, tensorwise.Codes]:
     """Return the codes of a weight [E * f, k] of so many experts, and those of the transposed
     weight, [k, E * f], with the scale of each expert: [E]."""
-    parts = weight.detach().unflatten(0, (experts, -1))
+    parts = torch.unflatten(weight.detach(), 0, (experts, -1))
     codes = torch.empty_like(weight, dtype=tensorwise.NUMBERS)
     scales = []
     # One by one: no more than a matrix in fp32 exists at once.
-    for part, place in zip(parts, codes.unflatten(0, (experts, -1)), strict=True):
+    for part, place in zip(parts, torch.unflatten(codes, 0, (experts, -1)), strict=True):
         made = tensorwise.codes(part, tensorwise.NUMBERS)
         place.copy_(made.codes)
         scales.append(made.scale)
@@ -122,13 +122,15 @@ class TensorwiseExperts:
     def linear(self, x: Tensor, weight: Tensor, groups: ExpertRows) -> Tensor:
         experts = len(groups.ends)
         forward: tensorwise.Codes = self._weights.codes(weight, experts).forward
-        matrices = Coded(forward.codes.unflatten(0, (experts, -1)), forward.scale.view(-1, 1, 1))
+        matrices = Coded(
+            torch.unflatten(forward.codes, 0, (experts, -1)), forward.scale.view(-1, 1, 1)
+        )
         return expert_product(self._coded(x, tensorwise.NUMBERS, groups), matrices, groups)
 
     def linear_backward(self, grad: Tensor, weight: Tensor, groups: ExpertRows) -> Tensor:
         experts = len(groups.ends)
         backward: tensorwise.Codes = self._weights.codes(weight, experts).backward
-        turned = backward.codes.unflatten(1, (experts, -1)).transpose(0, 1)
+        turned = torch.unflatten(backward.codes, 1, (experts, -1)).transpose(0, 1)
         matrices = Coded(turned, backward.scale.view(-1, 1, 1))
         return expert_product(self._coded(grad, tensorwise.GRADIENTS, groups), matrices, groups)
 
