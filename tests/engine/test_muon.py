@@ -22,6 +22,7 @@ from megatron_llama.model.plan.run_params import param_groups
 from torch import Tensor
 
 from tests.harness import Cluster, WorkerError
+from tests.model.families.twins import FamilyLayout
 from tests.parallel.cases import OPTIMIZER, Layout, trainer
 from tests.torch_twin import drawn, follow
 
@@ -196,7 +197,7 @@ def test_without_instructions_for_bf16(shape: tuple[int, int], elements: int, mo
     assert errors[0] < 0.9 * errors[1] < 0.03, errors
 
 
-def resumed(place: Place, saved: MuonLayout | None, layout: MuonLayout, folder: str) -> Pieces:
+def resumed(place: Place, saved: Layout | None, layout: Layout, folder: str) -> Pieces:
     """Save one step of a layout, or load it and take another step."""
     run = trainer(place, layout)
     state = TrainState(1, 8)
@@ -219,14 +220,27 @@ def whole(records: Sequence[Pieces]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("experts", [0, pytest.param(4, marks=pytest.mark.long)])
-def test_a_checkpoint_goes_on_in_another_layout(cluster: Cluster, tmp_path: Path, experts: int) -> None:
-    first = MuonLayout(dp=2, fp64=True, experts=experts, ep=2 if experts else 1)
-    second = MuonLayout(tp=2, sp=experts > 0, fp64=True, strategy="optim_grads_params", experts=experts)
+class Mixture(FamilyLayout):
+    """A family's model, trained by Muon."""
+
+    def config(self) -> Config:
+        config = super().config()
+        return replace(config, optimizer=replace(config.optimizer, optimizer="muon"))
+
+
+DENSE = MuonLayout(dp=2, fp64=True), MuonLayout(tp=2, fp64=True, strategy="optim_grads_params")
+SPARSE = (
+    Mixture(family="qwen3_moe", dp=2, ep=2, fp64=True),
+    Mixture(family="qwen3_moe", tp=2, sp=True, fp64=True, strategy="optim_grads_params"),
+)
+
+
+@pytest.mark.parametrize(("first", "second"), [DENSE, pytest.param(*SPARSE, marks=pytest.mark.long)], ids=["dense", "experts"])
+def test_a_checkpoint_goes_on_in_another_layout(cluster: Cluster, tmp_path: Path, first: Layout, second: Layout) -> None:
     expected = whole(cluster.run(2, resumed, None, first, str(tmp_path)))
     found = whole(cluster.run(2, resumed, first, second, str(tmp_path)))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-9)
-    if not experts:
+    if first is DENSE[0]:
         with pytest.raises(WorkerError, match="has the state of another optimizer"):
             cluster.run(1, resumed, first, Layout(fp64=True), str(tmp_path))
