@@ -3,9 +3,8 @@
 Newton-Schulz needs whole matrices, and they are those of the HuggingFace model: q_proj, k_proj and
 v_proj are three although they are stored as one, and each expert of a block has three of its own. A
 rank has some rows of each, its shard, of the part that its tensor-parallel rank has. So every
-matrix has an *owner*, one data-parallel and one
-tensor-parallel rank, that gets the momentum from all others, orthogonalises it, and sends back to
-each the elements that it came with.
+matrix has an *owner*, one data-parallel and one tensor-parallel rank, that gets the momentum from
+all others, orthogonalises it, and sends back to each the elements that it came with.
 
 Nothing is sent twice. A message goes along dp to the owner among the ranks with the same
 tensor-parallel rank, and from there along tp, whose links are fast. Most of a matrix is at its
