@@ -137,15 +137,13 @@ def read_args(
     ]
     sparse = bool(args.get("num_experts") or (config and config.num_experts))
     if sparse and not has_experts:
-        problems.append(
-            describe(
-                f"{where} num_experts",
-                got=args.get("num_experts"),
-                expected="None, a dense model: experts are read from another format",
-                do="load it with Megatron-LM and save it with --ckpt-format torch_dist",
-            )
+        raise CheckpointError(
+            f"{where} num_experts",
+            got=args.get("num_experts"),
+            expected="None: in this format dense models alone are read",
+            do="load it with Megatron-LM and save it with --ckpt-format torch_dist",
         )
-    elif sparse:
+    if sparse:
         from megatron_llama.converter.megatron import expert_args  # of few models
 
         expert_args.require_kinds(args, where)
