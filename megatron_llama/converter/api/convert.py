@@ -100,9 +100,9 @@ def convert(
     ``megatron``, ``megatron-llama``, ``torch_dist`` for the padding of its vocabulary, and ``meta``
     for its number of files),
     ``pipeline_model_parallel_size`` (1), ``pipeline_layer_split`` (blocks of each stage; equal
-    shares; the two ``megatron`` formats), ``expert_model_parallel_size`` (1; ``torch_dist``: that of
-    the run that goes on, since above 1 Megatron has an optimizer of its own for experts), ``make_vocab_size_divisible_by`` (128; these and
-    ``torch_dist``),
+    shares; the two ``megatron`` formats), ``make_vocab_size_divisible_by`` (128; these and
+    ``torch_dist``), ``expert_model_parallel_size`` (1; ``torch_dist``: that of the run which goes
+    on, since above 1 Megatron has an optimizer of its own for experts),
     ``megatron_layout`` (``"transformer_engine"``; the names that ``megatron`` has),
     ``max_shard_bytes`` (5e9; ``hf``).
 

@@ -1,11 +1,13 @@
 """Reads the optimizer's state in ``torch_dist`` folders: fp32 masters, both moments, and the facts
 about the run that are stored beside them.
 
-Megatron-Core writes it in three shapes. With expert parallelism experts have an optimizer of their
-own, whose options stand beside the other's. Two have the model's own keys and shapes behind a prefix
+Megatron-Core writes it in three shapes. Two have the model's own keys and shapes behind a prefix
 (``optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight``): the distributed optimizer's
 ``fully_reshardable``, and the state that is written without it. The third, the distributed
 optimizer's ``dp_reshardable``, is its memory unchanged; ``flat_buckets`` reads it.
+
+With expert parallelism experts have an optimizer of their own: ``common.pt`` has the options of
+both, numbered, and their tensors are named alike.
 """
 
 from __future__ import annotations
