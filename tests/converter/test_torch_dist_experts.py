@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import megatron_llama as ml
 import pytest
@@ -20,9 +22,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoint.model_folders.test_hf import tensors
+from tests.converter import mcore
 from tests.converter.converting import assert_same, assert_same_model, convert, loaded, refusal
-from tests.converter.mcore import Run, megatron
+from tests.converter.mcore import Run, megatron, options_of
 from tests.converter.test_convert_families import SIZES, saved
+from tests.converter.test_going_on import six_steps
 from tests.converter.test_torch_dist_optimizer import STATES
 from tests.converter.test_torch_dist_optimizer import assert_same as assert_same_state
 from tests.converter.test_torch_dist_writer import BATCH, SAVED, SEQ, STEPS, goes_on, options, samples, tokens  # noqa: F401
@@ -40,6 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Of the second one layer is dense: each layer has tensors of its own."""
 MIXED = [1, 0, 1]
+EXPERTS = mcore._expert_settings
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +95,34 @@ def test_megatrons_folders_are_read(cluster: Cluster, models: dict[str, Path], t
             opened = open_optimizer(reader)
             assert (opened.step, opened.iteration) == (3, 3)
             assert_same_state(opened, reader, states)
+
+
+def saves_legacy(place: Place, run: Run, folder: Path) -> dict[str, Tensor]:
+    """Save a model of GroupedMLP, which computes on GPUs alone. Returns its experts' weights."""
+    kinds = {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": True}
+    with ExitStack() as section:
+        from megatron.core.transformer.moe import grouped_gemm_util
+
+        section.enter_context(mock.patch.object(grouped_gemm_util, "assert_grouped_gemm_is_available", lambda: None))
+        section.enter_context(mock.patch.object(mcore, "_expert_settings", lambda run, hf: {**EXPERTS(run, hf), **kinds}))
+        section.enter_context(mock.patch.object(mcore.Trainer, "fill"))
+        trainer = section.enter_context(megatron(place, run))
+        trainer.save(folder, weights_only=True)
+        return {name: tensor.detach().clone() for name, tensor in trainer.model.named_parameters() if "experts" in name}
+
+
+@pytest.mark.long
+def test_the_legacy_grouped_module(cluster: Cluster, models: dict[str, Path], tmp_path: Path) -> None:
+    """It has the matrices of all its experts side by side, transposed."""
+    ranks = cluster.run(2, saves_legacy, Run(models["mixtral"], ep=2), tmp_path / "run")
+    found = tensors(convert(tmp_path / "run", tmp_path / "back", "--to", "hf"))
+    for layer, expert in product(range(2), range(4)):
+        stacked = {name.rpartition(".")[2]: tensor for name, tensor in ranks[expert // 2].items() if f".layers.{layer}." in name}
+        gate_up = stacked["weight1"].view(2, 64, -1)[expert % 2].t()
+        of_expert = f"model.layers.{layer}.block_sparse_moe.experts.{expert}."
+        expected = {"w1": gate_up[:96], "w3": gate_up[96:], "w2": stacked["weight2"].view(2, -1, 64)[expert % 2].t()}
+        for name, tensor in expected.items():
+            assert torch.equal(found[f"{of_expert}{name}.weight"], tensor)
 
 
 def loads(place: Place, runs: Sequence[Run], folders: Sequence[Path], ids: Tensor) -> list[tuple[dict[str, Tensor], Tensor]]:
@@ -148,6 +181,16 @@ def test_megatron_goes_on(cluster: Cluster, tokens: tuple[str, Tensor], models: 
             torch.testing.assert_close(held[what], {name: ours[f"optimizer.{what}.{name}"] for name in masters}, rtol=0, atol=0)
         assert iteration == SAVED
         torch.testing.assert_close(losses, wanted, rtol=5e-3 if run.bf16 else 1e-6, atol=0)
+
+
+@pytest.mark.long
+def test_a_run_of_megatrons_goes_on(cluster: Cluster, tokens: tuple[str, Tensor], models: dict[str, Path], tmp_path: Path) -> None:  # noqa: F811
+    """Three steps there, with experts that two ranks divide, three more here."""
+    data, text = tokens
+    run = Run(models["qwen3_moe"], ep=2, layer_freq=MIXED, train_iters=STEPS, global_batch_size=BATCH, sharding="fully_reshardable")
+    [losses] = cluster.run(2, six_steps, [run], samples(text), tmp_path / "runs")[0]
+    found = ml.train(options_of(run, data, load=str(tmp_path / "runs" / "0"), data_order="sequential"))
+    torch.testing.assert_close([*found.losses.values()], losses[SAVED:], rtol=1e-6, atol=0)
 
 
 @pytest.fixture(scope="module")
