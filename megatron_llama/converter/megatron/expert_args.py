@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_llama.checkpoint.model_folders.model_fields import GIVE_CONFIG
 from megatron_llama.config.fields import Fields, read_fields, shown
-from megatron_llama.config.limits import LARGEST_EXPERTS
+from megatron_llama.config.limits import LARGEST_EXPERTS, LARGEST_RANKS
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.errors import describe
 from megatron_llama.model.families.reader import LARGEST
@@ -77,6 +77,8 @@ def require_kinds(args: Mapping[str, Any], where: str) -> None:
         fields.integer("num_experts", high=LARGEST_EXPERTS, default=None, null=True)
         fields.integer("moe_router_topk", low=1, high=LARGEST_EXPERTS, default=None, null=True)
         fields.integer("moe_ffn_hidden_size", low=1, high=LARGEST, default=None, null=True)
+        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+            fields.integer(name, low=1, high=LARGEST_RANKS, default=None, null=True)
         if args.get("moe_router_pre_softmax") is not None:
             fields.switch("moe_router_pre_softmax")
         _require_layers(fields)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,6 +44,7 @@ MASTERS: Mapping[str | None, str] = MappingProxyType(
 )
 """Names of the fp32 masters, by the way in which the distributed optimizer is sharded; None:
 without it."""
+GROUP_STATE = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_")
 WEIGHTS_ALONE = "take its weights alone: --finetune, or convert --to hf"
 SAVE_RESHARDABLE = f"save it with --dist-ckpt-optim-fully-reshardable, or {WEIGHTS_ALONE}"
 
@@ -69,14 +71,8 @@ def _known(opened: TorchDistFolder, *, has_experts: bool) -> tuple[str | None, O
     chained = next((name for name in container.tensors if name.startswith("chained_")), None)
     common = opened.common.get("optimizer")
     parts = _parts(common) if has_experts else [common]
-    flat = any(isinstance(part, dict) and _sharding(part) == FLAT for part in parts)
-    if has_experts and (flat or chained is not None):
-        raise CheckpointError(
-            where,
-            got="buffers that do not name the experts and other parameters in them",
-            expected="fully_reshardable, of a model with experts",
-            do=SAVE_RESHARDABLE,
-        )
+    if has_experts and all(isinstance(part, dict) and _sharding(part) == FLAT for part in parts):
+        chained = None  # their buffers
     if chained is not None or not all(isinstance(part, dict) for part in parts):
         got = "the state of several optimizers" if chained is not None else "none"
         raise CheckpointError(where, got=got, expected="the state of one Adam", do=WEIGHTS_ALONE)
@@ -374,7 +370,7 @@ def _sources(reader: TorchDistReader, sharding: str | None) -> Mapping[str, Weig
 
 def _is_group_state(name: str) -> bool:
     """Whether an object holds the options of one data-parallel group's optimizer."""
-    return name.startswith("optimizer.distributed.dp_group_idx_") and ".optimizer/" in name
+    return GROUP_STATE.match(name) is not None and ".optimizer/" in name
 
 
 def _inner(state: Any) -> Mapping[str, Any]:
