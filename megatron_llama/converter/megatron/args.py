@@ -135,11 +135,11 @@ def read_args(
         for name, values in OTHER_MODELS.items()
         if args.get(name, values[0]) not in values
     ]
-    sparse = bool(args.get("num_experts") or (config and config.num_experts))
+    sparse = args.get("num_experts") or (config.num_experts if config else 0)
     if sparse and not has_experts:
         raise CheckpointError(
             f"{where} num_experts",
-            got=args.get("num_experts"),
+            got=shown(sparse),
             expected="None: in this format dense models alone are read",
             do="load it with Megatron-LM and save it with --ckpt-format torch_dist",
         )

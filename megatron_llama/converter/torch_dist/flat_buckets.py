@@ -233,11 +233,11 @@ class FlatBuckets:
                 out[first - row : last - row, left - column : right - column] = inside
 
     def find_buffers(
-        self, optimizer: str, ranks: int, names: str
+        self, optimizer: str, ranks: int, axes: str
     ) -> dict[tuple[int, int], list[Bucket]]:
         """Return the buckets of each data-parallel group and model chunk. ``optimizer`` is the
         number of one of several, and empty of one alone. There are ``ranks`` groups, which
-        ``names`` calls by their axes, for each pipeline rank. Raises CheckpointError."""
+        ``axes`` names, for each pipeline rank. Raises CheckpointError."""
         bases_at = defaultdict[tuple[int, int], dict[int, str]](dict)
         names = []
         for name in self._container.tensors:
@@ -262,7 +262,7 @@ class FlatBuckets:
             raise self._error(
                 "optimizer.distributed",
                 f"buffers {', '.join(f'{g}.{c}' for g, c in sorted(bases_at)) or 'none'}",
-                f"{chunks} for each of {names} x pp ranks",
+                f"{chunks} for each of {axes} x pp ranks",
             )
         buffers = {}
         for place, bases in bases_at.items():
