@@ -69,15 +69,16 @@ class ExpertBuckets:
     def stored(self, leaf: str, layer: int) -> Keys:
         """Return the keys of a router or of an expert's matrix."""
         fronts = ((LAYERS, (layer,)), (f"{LAYERS}{layer}.", ()))
+        places = list[Keys]()
         if leaf == ROUTER:
-            places = [((f"{front}mlp.router.weight", index),) for front, index in fronts]
+            places += [((f"{front}mlp.router.weight", index),) for front, index in fronts]
         else:
             expert, module = _expert_and_module(leaf)
             stacked = f"{OWNER}{module}.weight"
             single = f"{OWNER}{expert}.{module}.weight"
-            places = [((front + stacked, (*index, expert)),) for front, index in fronts]
+            ends = HALVES if module == FIRST else ("",)
+            places += [((front + stacked, (*index, expert)),) for front, index in fronts]
             for front, index in fronts:
-                ends = HALVES if module == FIRST else ("",)
                 places.append(tuple((front + single + end, index) for end in ends))
         return next((p for p in places if all(key in self._tensors for key, _ in p)), ())
 

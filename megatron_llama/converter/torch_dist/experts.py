@@ -12,8 +12,9 @@ experts keep their dimension. With ``singleton_local_shards`` each expert and ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.converter.megatron.expert_args import has_experts_everywhere
@@ -25,7 +26,7 @@ from megatron_llama.model.plan.experts import DOWN, GATE_UP, ROUTER, is_sparse
 
 NORM = "post_attention_layernorm.weight"
 OWNER = "mlp.experts.experts."
-MATRICES = {GATE_UP: "linear_fc1", DOWN: "linear_fc2"}
+MATRICES: Mapping[str, str] = MappingProxyType({GATE_UP: "linear_fc1", DOWN: "linear_fc2"})
 """Parameters of all experts of a block, by our names, and the module of one expert."""
 
 

@@ -135,7 +135,7 @@ def _parts(common: Any) -> list[Any]:
     return [common]
 
 
-def _sharding(part: Mapping[str, Any]) -> Any:
+def _sharding(part: Any) -> Any:
     return part.get("param_state_sharding_type")
 
 
