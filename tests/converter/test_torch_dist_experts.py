@@ -156,7 +156,9 @@ def test_megatron_loads_the_weights(cluster: Cluster, models: dict[str, Path], t
 
 
 @pytest.mark.long
-def test_megatron_goes_on(cluster: Cluster, tokens: tuple[str, Tensor], models: dict[str, Path], tmp_path: Path) -> None:  # noqa: F811
+def test_megatron_goes_on(
+    cluster: Cluster, tokens: tuple[str, Tensor], models: dict[str, Path], tmp_path: Path, capsys: Capture  # noqa: F811
+) -> None:
     """Three steps here, three more in Megatron-Core, with one optimizer and with one for experts: in bf16 the masters are not the weights."""
     data, text = tokens
     sizes = {"train_iters": STEPS, "warmup_iters": 2, "global_batch_size": BATCH, "seq_length": SEQ, "sharding": "fully_reshardable"}
@@ -166,8 +168,10 @@ def test_megatron_goes_on(cluster: Cluster, tokens: tuple[str, Tensor], models: 
         run = Run(models[name], bf16=bf16, ep=ep, layer_freq=layer_freq, **sizes)
         save = tmp_path / f"{len(runs)}"
         done = ml.train(options(run, data, save=str(save), save_interval=SAVED, bf16=bf16))
-        words = ("--to", "torch_dist", "--expert-model-parallel-size", f"{ep}")
-        folders.append(convert(save / f"iter_{SAVED:07d}", tmp_path / f"{len(runs)} out", *words))
+        words = ("--expert-model-parallel-size", f"{ep}") if ep > 1 else ()
+        capsys.readouterr()
+        folders.append(convert(save / f"iter_{SAVED:07d}", tmp_path / f"{len(runs)} out", "--to", "torch_dist", *words))
+        assert ("written for a run without expert parallelism" in capsys.readouterr().out) == (ep == 1)
         runs.append(run)
         expected.append((state(save / f"iter_{SAVED:07d}"), [done.losses[step] for step in range(SAVED + 1, STEPS + 1)]))
     found = cluster.run(2, goes_on, runs, folders, samples(text)[SAVED:])[0]

@@ -211,6 +211,11 @@ def convert(
     elif to == "torch_dist":
         writer = TorchDistWriter(workers, tp, state, ep)
         lost = megatron_args.lost_fields(model, "megatron", (model.num_hidden_layers,))
+        if state is not None and model.num_experts and expert_model_parallel_size is None:
+            left_out.append(
+                "the optimizer is written for a run without expert parallelism: for another give "
+                "--expert-model-parallel-size, since Megatron-LM cannot change it later"
+            )
     else:
         split = _split(pp, pipeline_layer_split or (), model.num_hidden_layers)
         writer = MegatronWriter(to, tp, split, layout)
