@@ -68,7 +68,7 @@ def saves(place: Place, runs: Sequence[Run], samples: list[Tensor], folder: Path
 @pytest.mark.long
 def test_megatrons_folders_are_read(cluster: Cluster, models: dict[str, Path], tmp_path: Path) -> None:
     """One optimizer, and one for experts beside the other; in fp32 and bf16; keys of layers, of experts, of halves; names of local modules; experts
-    that tensor ranks share; flat buckets, in one optimizer and in two."""
+    that tensor ranks share; flat buckets, in one optimizer and in two; pipelines."""
     mixtral, qwen = Run(models["mixtral"], micro_batch_size=1), Run(models["qwen3_moe"], layer_freq=MIXED)
     runs = [
         mixtral,
@@ -80,12 +80,13 @@ def test_megatrons_folders_are_read(cluster: Cluster, models: dict[str, Path], t
         replace(mixtral, sharding="dp_reshardable"),
         replace(qwen, tp=2, etp=2),
     ]
+    staged = [replace(mixtral, pp=2, ep=2, sharding=sharding, bf16=True) for sharding in ("dp_reshardable", "fully_reshardable")]
     torch.manual_seed(1)
     samples = list(torch.randint(0, 250, (3, 2, 33)))
-    everything = cluster.run(2, saves, runs, samples, tmp_path / "runs")[0]
-    for number, (run, states) in enumerate(zip(runs, everything, strict=True)):
-        folder = tmp_path / "runs" / f"{number}"
-        back = convert(folder, tmp_path / f"{number}", "--to", "hf")
+    everything = cluster.run(2, saves, runs, samples, tmp_path / "2")[0] + cluster.run(4, saves, staged, samples, tmp_path / "4")[0]
+    folders = [*(tmp_path / "2" / f"{number}" for number in range(len(runs))), *(tmp_path / "4" / f"{number}" for number in range(2))]
+    for number, (run, folder, states) in enumerate(zip(runs + staged, folders, everything, strict=True)):
+        back = convert(folder, tmp_path / f"back {number}", "--to", "hf")
         torch.testing.assert_close(tensors(back), states["weight"], rtol=0, atol=0)
         reader = TorchDistReader(folder, None, 0)
         if run.tp == 1:
