@@ -97,6 +97,7 @@ def test_options_are_those_of_transformers(options: dict[str, Any], sparse: list
 TP2 = {"tensor_model_parallel_size": 2}
 SPLIT = {**TP2, "sequence_parallel": True}
 EP2 = {"expert_model_parallel_size": 2}
+ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
 
 
 @over_cases
@@ -126,13 +127,12 @@ EP2 = {"expert_model_parallel_size": 2}
         ({**CHUNKS, "layer_types": ("full_attention",) * 4}, "full_attention, expected chunked_attention for some of them"),
         ({"model_type": "llama"}, "--num-experts: got 6, expected 0, as in the config.json of a LlamaForCausalLM"),
         ({**CHUNKS, "moe_z_loss_coeff": 0.01}, "--moe-z-loss-coeff: got 0.01, expected none of them: they are of the softmax of a router"),
-        ({**CHUNKS, **EP2}, "got 2 with --moe-apply-probs-on-input (LLaMA 4), expected 1: nothing shows that it is right for weights of inputs"),
         ({"expert_model_parallel_size": 4}, "--expert-model-parallel-size: got 4, expected a divisor of num_experts 6"),
         ({"expert_model_parallel_size": 3}, "--expert-model-parallel-size: got 3, expected a divisor of the 2 data-parallel ranks"),
         ({**EP2, "data_parallel_shard_size": 1}, "--expert-model-parallel-size: got 2 with --data-parallel-shard-size 1, expected 0"),
         ({**EP2, "optimizer_offload": "exact"}, "--expert-model-parallel-size: got 2 with --optimizer-offload exact, expected none"),
         ({**EP2, "expert_tensor_parallel_size": 2}, "expected 1"),
-        ({**EP2, "moe_token_dispatcher_type": "alltoall"}, "expected allgather"),
+        ({**EP2, **ALLTOALL, "cuda_graph_scope": "block"}, "got 2 with --moe-token-dispatcher-type alltoall and --cuda-graph-scope block, expected none"),
         ({**EP2, "model_type": "llama", **dict.fromkeys(GIVEN)}, "--expert-model-parallel-size: got 2, expected 1 for a model without experts"),
     ],
 )
