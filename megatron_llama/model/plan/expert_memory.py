@@ -10,7 +10,7 @@ depend on the choice: those are the most.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from megatron_llama.config.schema import Config
@@ -50,7 +50,7 @@ class ExpertActivations(Activations):
 
     ep: int = 1
     """Ranks that divide the experts."""
-    load: Load = Load(0, 0, 0)
+    load: Load = field(kw_only=True)
     """What one of these ranks has, for the most uneven choice."""
     exchanges: bool = False
     """Whether a token travels only to ranks that have some of its experts."""

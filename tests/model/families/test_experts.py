@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from megatron_llama import plan as planned_layouts
+from megatron_llama.cli import main
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError
 from megatron_llama.launch.launcher import Place
 from megatron_llama.metrics.flops import flops_per_token
@@ -140,6 +142,19 @@ def test_what_is_not_written_for_experts_is_refused_by_name(options: dict[str, o
     with pytest.raises(ConfigError) as error:
         resolved(2, **options)
     assert says in str(error.value)
+
+
+def test_what_is_exchanged_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 4,096 tokens 2,734 need a rank of eight: none of its 16 of 128 experts is among eight drawn with the chance 112/128 x 111/127 x ..."""
+    sizes = ["--seq-length", "4096", "--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "1", "--bf16"]
+    divided = ["--expert-model-parallel-size", "8", "--moe-token-dispatcher-type", "alltoall", "--recompute-granularity", "selective"]
+    assert main(["pretrain", "--model", "qwen3-30b-a3b", *sizes, *divided, "--world-size", "8", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    rows = 8 * 2734
+    forward, backward = rows * (2 * 4096 + 2 * 8 * 4) + 128, rows * (3 * 4096 + 8 * 4)
+    assert "(ep 8 alltoall)" in printed
+    line = f"of each microbatch: forward 4 messages, {sized(forward)}; backward 4, {sized(backward)}, if experts are equally loaded; at most"
+    assert f"  over ep       in a block with experts, {line}" in printed
 
 
 def test_the_planner_does_not_guess() -> None:

@@ -428,8 +428,8 @@ def _dispatch_report(plan: MemoryPlan) -> Iterator[str]:
     assert isinstance(plan.shape, ExpertActivations)
     equal = replace(plan.shape, load=load_of(config)).sparse_block("none")
     yield (
-        "                memory is counted for the most uneven choice, all tokens to the experts of "
-        f"one rank: {sized(plan.shape.sparse_block('none'))} of activations in such a block, "
+        "                memory is counted for the most uneven choice, all tokens to the experts "
+        f"of one rank: {sized(plan.shape.sparse_block('none'))} of activations in such a block, "
         f"{sized(equal)} if experts are equally loaded"
     )
 
