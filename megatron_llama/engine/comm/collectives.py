@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -171,8 +172,8 @@ def all_to_all_rows(
     note = _issue(axis, "all_to_all", sent)
     incoming, outgoing = map(list, counts)
     if carried_by_gloo(axis, sent.device):
-        theirs = received.data.split(incoming)
-        ours = sent.data.split(outgoing)
+        theirs = torch.split(received.data, incoming)
+        ours = torch.split(sent.data, outgoing)
         return _send_parts(
             [part.view(-1) for part in theirs], [part.view(-1) for part in ours], axis, note
         )
