@@ -94,7 +94,7 @@ def test_rows_of_experts_elsewhere_are_left_alone(dtype: torch.dtype, torchs: bo
     count = len(sizes)
     experts = torch.cat([torch.arange(count).repeat_interleave(torch.tensor(sizes)), torch.full((90,), count)])
     shuffled = experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(1))]
-    groups = rows.sorted_rows(shuffled[:, None].to(device), count, torch.float32, divided=True)
+    groups = rows.sorted_rows(shuffled[:, None].to(device), count, torch.float32, most=len(shuffled))
     assert groups.sizes is None and groups.elsewhere is not None and len(groups.order) == len(experts) > sum(sizes) == int(groups.ends[-1])
     monkeypatch.setattr(rows, "_has_grouped_kernel", lambda *tensors: torchs and dtype is torch.bfloat16)
     x = draw(len(experts), depth, seed=1, device=device, dtype=dtype)
@@ -118,10 +118,10 @@ def test_products_in_fp8(sizes: tuple[int, ...], recipe: str, device: torch.devi
     count = len(sizes)
     experts = torch.cat([torch.arange(count).repeat_interleave(torch.tensor(sizes)), torch.full((7,), count)])
     shuffled = experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(1))][:, None].to(device)
-    groups = rows.sorted_rows(shuffled, count, torch.bfloat16, divided=True)
+    groups = rows.sorted_rows(shuffled, count, torch.bfloat16, most=len(experts))
     with monkeypatch.context() as patch:
         patch.setattr(rows, "waits_for_nothing", lambda tensor, dtype: False)
-        known = rows.sorted_rows(shuffled, count, torch.bfloat16, divided=True)
+        known = rows.sorted_rows(shuffled, count, torch.bfloat16, most=len(experts))
     products = TensorwiseExperts(TensorwiseWeights(), (), 1) if recipe == "tensorwise" else BlockwiseExperts(Blockwise())
     weight = draw(count * width, depth, seed=3, device=device, dtype=torch.bfloat16)
     for multiply, inner in ((products.linear, depth), (products.linear_backward, width)):

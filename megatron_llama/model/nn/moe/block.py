@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypedDict
+from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -14,7 +15,6 @@ from megatron_llama.errors import ConfigError
 from megatron_llama.model.nn.linear import empty_weight
 from megatron_llama.model.nn.moe.experts import expert_mlp
 from megatron_llama.model.nn.moe.routing import Router, Routing, route
-from megatron_llama.model.nn.moe.rows import ExpertProducts
 from megatron_llama.model.nn.recompute import Recomputable
 from megatron_llama.model.plan.experts import is_sparse
 
@@ -37,26 +37,21 @@ class Gate(nn.Module):
         return route(x, self.weight, self.rule)
 
 
-class _How(TypedDict):
-    """How experts compute, wherever they are."""
-
-    recompute: bool
-    products: ExpertProducts | None
-
-
 class Experts(nn.Module):
     """The matrices of the experts of a block (``model/plan/experts.py`` has their order): all, or
     those of this rank of ``ep``."""
 
     def __init__(
-        self, config: ModelConfig, options: StageOptions, ep: Axis | None, *, recompute: bool
+        self, config: ModelConfig, options: StageOptions, mesh: Mesh, *, recompute: bool
     ) -> None:
         super().__init__()
-        self.ep = ep
         self.gate = options.ops.gate(config.hidden_act)
         self.recompute = recompute
         self.on_input = config.moe_apply_probs_on_input
         self.products = options.products.get("experts")
+        ep = mesh.ep
+        self.send: Callable[..., Tensor] = expert_mlp if ep is None else _sending(mesh, ep)
+        """Sends tokens through their experts."""
         count = config.num_experts // (1 if ep is None else ep.size)
         inner = config.moe_intermediate_size
         self.gate_up_proj = empty_weight(2 * count * inner, config.hidden_size)
@@ -64,19 +59,34 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor | Recomputable, routing: Routing) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
-        given = (x, routing, self.gate_up_proj, self.down_proj, self.gate)
-        how: _How = {"recompute": self.recompute, "products": self.products}
-        if self.ep is None:
-            return expert_mlp(*given, on_input=self.on_input, **how)
-        from megatron_llama.model.nn.moe.dispatch import dispatched_mlp  # which few runs need
+        weights = self.gate_up_proj, self.down_proj
+        return self.send(
+            x,
+            routing,
+            *weights,
+            self.gate,
+            recompute=self.recompute,
+            on_input=self.on_input,
+            products=self.products,
+        )
 
-        return dispatched_mlp(*given, self.ep, **how)
+
+def _sending(mesh: Mesh, ep: Axis) -> Callable[..., Tensor]:
+    """Return ``expert_mlp`` for experts that the ranks of ``ep`` divide among them."""
+    # Few runs need one of these modules.
+    if mesh.exchanges_tokens:
+        from megatron_llama.model.nn.moe.exchange import exchanged_mlp
+
+        return partial(exchanged_mlp, ep=ep)
+    from megatron_llama.model.nn.moe.dispatch import dispatched_mlp
+
+    return partial(dispatched_mlp, ep=ep)
 
 
 class MoE(nn.Module):
     """Each token through some of the experts, as its router chooses. Along tp without
     communication: with sequence parallelism every rank has whole experts, and its own part of the
-    tokens. Along ep tokens travel to their experts (``dispatch.py``).
+    tokens. Along ep tokens travel to their experts (``dispatch.py``, ``exchange.py``).
 
     With ``recompute``, all between the norm before it and its output is made again in backward."""
 
@@ -85,7 +95,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.gate = Gate(config)
-        self.experts = Experts(config, options, mesh.ep, recompute=recompute)
+        self.experts = Experts(config, options, mesh, recompute=recompute)
         self.router_losses: Callable[[Routing, int], Routing] | None = None
         """Adds the choices for b sequences to the losses of a run (``balance.py``), if it has
         some."""

@@ -44,6 +44,7 @@ def dispatched_mlp(
     ep: Axis,
     *,
     recompute: bool = False,
+    on_input: bool = False,
     products: ExpertProducts | None = None,
 ) -> Tensor:
     """Send x [..., h] through the experts of each token, which are those of all ranks of ``ep``:
@@ -70,7 +71,9 @@ def dispatched_mlp(
         down,
         gate,
         recompute=recompute,
-        divided=True,
+        # The experts of a token differ, so it has at most so many here.
+        most=len(experts) * min(experts.shape[1], count),
+        on_input=on_input,
         products=products,
     )
     return scatter_sequence(out, ep).view(value.shape)
