@@ -56,6 +56,7 @@ LAYOUTS = [
     Sparse(cp=2, tp=2, sp=True, shared=True, microbatches=2),
 ]
 ALL = [replace(layout, recipe=recipe, steps=5) for recipe in ("blockwise", "tensorwise") for layout in LAYOUTS]
+EXCHANGED = Sparse(dp=4, ep=2, exchange=True, strategy="optim_grads", recompute="selective", steps=5)
 MICROBATCHES = (1, 2, 4, 8)
 
 
@@ -82,7 +83,7 @@ def compare(cluster: Cluster) -> Callable[[Sparse, Record], Row]:
 
 
 @pytest.mark.tries("fp8", "num_experts")
-@pytest.mark.parametrize("layout", ALL, ids=lambda layout: f"{layout.recipe} {layout.name}")
+@pytest.mark.parametrize("layout", [*ALL, EXCHANGED], ids=lambda layout: f"{layout.recipe} {layout.name}")
 @pytest.mark.few(2)
 def test_a_layout_equals_one_process(compare: Callable[[Sparse, Record], Row], cluster: Cluster, layout: Sparse) -> None:
     """By the rule of docs/numerics.md: within twice what one process in FP8 differs from fp64 by."""
