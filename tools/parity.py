@@ -76,7 +76,8 @@ def rows(
         if single not in known:
             known[single] = compare_with(cluster, single)
             yield known[single].row(single.name, known[single].single)
-        yield known[single].row(layout.name, cluster.run(layout.world_size, train, layout)[0])
+        same = replace(layout, first=known[single].first)
+        yield known[single].row(layout.name, cluster.run(layout.world_size, train, same)[0])
 
 
 COLUMNS = {
@@ -318,7 +319,7 @@ def main() -> int:
     layouts: Sequence[Any] = LAYOUTS
     compare_with: Callable[[Cluster, Any], Reference] = reference
     if options.families:
-        compare_with = twins.reference
+        compare_with = family_draw.reference if options.random else twins.reference
         count = options.count or family_draw.COUNT
         named = {word.strip() for word in options.only} & twins.TWINS.keys()
         layouts = [

@@ -688,9 +688,7 @@ class _Reader:
         """Return up to three names that begin or end like the key; none if there are more."""
         key = item.key
         longer = [
-            name
-            for name in self._known(item)
-            if name.startswith(key) or name.endswith(f"_{key}")
+            name for name in self._known(item) if name.startswith(key) or name.endswith(f"_{key}")
         ]
         return longer if len(longer) <= 3 else []
 

@@ -10,14 +10,18 @@ from itertools import pairwise
 
 from megatron_llama.schedule import placement_of
 
+from tests.harness import Cluster
+from tests.model.families import twins
 from tests.model.families.twins import TWINS, Z_LOSS, FamilyLayout
 from tests.parallel import draw as plain
-from tests.parallel.cases import Layout
+from tests.parallel.cases import LOSS_BOUND, Layout, Reference
 
 COUNT = 24
 """Layouts of each family."""
 POOL = 6
 """Times as many are drawn, of which those are taken that have most of what those before them have least."""
+TEXTS = 4
+"""Texts that are tried."""
 BALANCES = ("seq_aux_loss", "global_aux_loss", "hf_aux_loss")
 
 
@@ -37,6 +41,16 @@ def draw(family: str, seed: int, count: int = COUNT) -> tuple[FamilyLayout, ...]
         chosen.append(best)
         taken.update(choices(best))
     return tuple(chosen)
+
+
+def reference(cluster: Cluster, layout: FamilyLayout) -> Reference:
+    """What a layout is compared with, over text of which every token has the same experts in fp32 as in fp64, if there is such: a token that
+    stands between two goes to either by rounding, and nothing could be compared afterwards."""
+    for first in range(0, TEXTS * layout.steps, layout.steps):
+        found = replace(twins.reference(cluster, replace(layout, first=first)), first=first)
+        if found.row("", found.single).loss_bound == LOSS_BOUND:
+            break
+    return found
 
 
 def choices(layout: FamilyLayout) -> list[tuple[str, object]]:

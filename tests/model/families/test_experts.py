@@ -106,7 +106,6 @@ EP2 = {"expert_model_parallel_size": 2}
         (TP2, "--num-experts: got 6 with --tensor-model-parallel-size 2 without --sequence-parallel, expected both"),
         ({**SPLIT, "tp_comm_overlap": "2"}, "--num-experts: got 6 with --tp-comm-overlap 2, expected 0"),
         ({"fp8": "blockwise", "bf16": True}, "--num-experts: got 6 with --fp8 blockwise, expected products in bf16, fp16 or fp32"),
-        ({"compile": True}, "--num-experts: got 6 with --compile, expected kernels as they are"),
         ({"cuda_graph_scope": "block"}, "--num-experts: got 6 with --cuda-graph-scope block, expected none"),
         ({"optimizer": "muon"}, "--num-experts: got 6 with --optimizer muon, expected a dense model"),
         ({"optimizer_offload": "zenflow"}, "--num-experts: got 6 with --optimizer-offload zenflow, expected a dense model"),

@@ -100,15 +100,10 @@ def expert_problems(config: Config) -> Iterator[str]:
         ),
         (training.fp8 != "none", f"--fp8 {training.fp8}", "products in bf16, fp16 or fp32"),
         (
-            training.compile,
-            "--compile",
-            "kernels as they are: each step sends other numbers of tokens to an expert, for which "
-            "they would be compiled again",
-        ),
-        (
             training.cuda_graph_scope != "none",
             f"--cuda-graph-scope {training.cuda_graph_scope}",
-            "none: nothing shows that passes of experts can be captured",
+            "none: tokens of experts are counted into other tensors in each pass, and nothing "
+            "shows that their products can be captured",
         ),
         (config.optimizer.optimizer == MUON, "--optimizer muon", not_proven),
         (config.offload.optimizer_offload == ZENFLOW, f"--optimizer-offload {ZENFLOW}", not_proven),
