@@ -63,6 +63,9 @@ from tests.prove.faults import CATALOGUE, Fault, faulty
 from tests.tune.preference.cases import CASES, align, align_twin
 from tests.tune.preference.test_parity import LAYOUTS as PREFERENCE_LAYOUTS
 
+ROW_SECONDS = 900.0
+"""What a row may take, on a machine that has other work."""
+
 
 def rows(
     cluster: Cluster,
@@ -77,7 +80,8 @@ def rows(
             known[single] = compare_with(cluster, single)
             yield known[single].row(single.name, known[single].single)
         same = replace(layout, first=known[single].first)
-        yield known[single].row(layout.name, cluster.run(layout.world_size, train, same)[0])
+        ranks = cluster.run(layout.world_size, train, same, timeout=ROW_SECONDS)
+        yield known[single].row(layout.name, ranks[0])
 
 
 COLUMNS = {
