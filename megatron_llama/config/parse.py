@@ -660,8 +660,9 @@ class _Reader:
                 return foreign
         remedies = []
         owners = self._other_commands(item.key)
-        # The name is known elsewhere, so that it is hardly another one misspelt.
-        if near := self._longer(item) or ([] if owners else self._similar(item)):
+        # A name that is known elsewhere is hardly another one misspelt.
+        is_known = bool(owners) or item.key in self.names_elsewhere
+        if near := self._longer(item) or ([] if is_known else self._similar(item)):
             names = [flag(name) if item.is_flag else name for name in near]
             remedies.append(f"did you mean {in_words(names, 'or')}?")
         if owners:
@@ -673,11 +674,11 @@ class _Reader:
         return " ".join(remedies)
 
     def _other_commands(self, key: str) -> Sequence[str]:
-        """Return the other commands that take this name: an option, a switch that switches one off,
-        or Megatron's name of one. What sets nothing is taken by all that train."""
+        """Return the other commands that have an option of this name, a switch that switches one
+        off, or Megatron's name of one."""
         alias = self.names_elsewhere.get(key)
         if alias is not None:
-            return self.owners(alias.field or "train_iters")
+            return self.owners(alias.field) if alias.field is not None else ()
         return self.owners(key) or self.owners(key.removeprefix("no_"))
 
     def _known(self, item: _Given) -> list[str]:

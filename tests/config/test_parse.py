@@ -306,16 +306,16 @@ def test_options_of_other_commands_are_named_with_them() -> None:
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("--expert-model-parallel-size", "have --expert-model-parallel-size"),  # one spelt similarly is known
-        ("--moe-router-topk", "have --moe-router-topk"),
-        ("--no-norm-topk-prob", "have --no-norm-topk-prob"),
-        ("--expert-tensor-parallel-size", "have --expert-tensor-parallel-size"),
+        ("--expert-model-parallel-size", "pretrain, .* and .* have --expert-model-parallel-size"),  # one spelt similarly is known
+        ("--moe-router-topk", "pretrain, .* and .* have --moe-router-topk"),
+        ("--no-norm-topk-prob", "pretrain, .* and .* have --no-norm-topk-prob"),
+        ("--expert-tensor-parallel-size", "--help lists the options"),  # Megatron's, which sets nothing
     ],
 )
 def test_an_option_of_another_command_is_no_misspelt_one(word: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["evaluate", "--load", "x", word]) == 2
     message = capsys.readouterr().err
-    assert re.search(rf"{word}: got an unknown flag, expected an option of this command; .*pretrain, .* and .* {says}$", message, re.MULTILINE), message
+    assert re.search(rf"{word}: got an unknown flag, expected an option of this command; {says}$", message, re.MULTILINE), message
 
 
 def test_of_a_repeated_flag_the_last_one_counts() -> None:
