@@ -71,17 +71,30 @@ def rows(
     cluster: Cluster,
     layouts: Iterable[Layout],
     compare_with: Callable[[Cluster, Layout], Reference],
+    *,
+    on_other_text: bool = False,
 ) -> Iterator[Row]:
-    """Train the references that are needed, each once, and every layout."""
+    """Train the references that are needed, each once, and every layout. ``on_other_text``: one
+    that exceeds its bound is trained again on other text, which its row says: it may have sent a
+    token that stands between two experts elsewhere by rounding; a fault would be there, too."""
     known: dict[Layout, Reference] = {}
     for layout in layouts:
         single = layout.reference
         if single not in known:
             known[single] = compare_with(cluster, single)
             yield known[single].row(single.name, known[single].single)
-        same = replace(layout, first=known[single].first)
-        ranks = cluster.run(layout.world_size, train, same, timeout=ROW_SECONDS)
-        yield known[single].row(layout.name, ranks[0])
+        row = _row(cluster, layout, known[single])
+        if on_other_text and not row.holds:
+            other = replace(single, first=known[single].first + layout.steps)
+            again = _row(cluster, layout, compare_with(cluster, other))
+            row = replace(again, name=f"{layout.name}, on other text")
+        yield row
+
+
+def _row(cluster: Cluster, layout: Layout, expected: Reference) -> Row:
+    same = replace(layout, first=expected.first)
+    ranks = cluster.run(layout.world_size, train, same, timeout=ROW_SECONDS)
+    return expected.row(layout.name, ranks[0])
 
 
 COLUMNS = {
@@ -346,7 +359,8 @@ def main() -> int:
     if options.random:
         print(f"{len(chosen)} layouts drawn from seed {options.seed}\n")
     with Cluster() as cluster:
-        table = rows(cluster, chosen, compare_with)
+        both = options.families and options.random
+        table = rows(cluster, chosen, compare_with, on_other_text=both)
         if options.random and not options.families:
             table = (row for row in table if not row.is_reference)
         holds = print_rows(table, names, summary=options.random)

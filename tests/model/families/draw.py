@@ -46,7 +46,7 @@ def draw(family: str, seed: int, count: int = COUNT) -> tuple[FamilyLayout, ...]
 def reference(cluster: Cluster, layout: FamilyLayout) -> Reference:
     """What a layout is compared with, over text of which every token has the same experts in fp32 as in fp64 and in transformers, if there is
     such: a token that stands between two goes to either by rounding, and nothing could be compared afterwards."""
-    for first in range(0, TEXTS * layout.steps, layout.steps):
+    for first in range(layout.first, layout.first + TEXTS * layout.steps, layout.steps):
         found = replace(twins.reference(cluster, replace(layout, first=first)), first=first)
         row = found.row("", found.single)
         if row.loss_bound == LOSS_BOUND and row.holds:
