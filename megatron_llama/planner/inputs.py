@@ -31,6 +31,7 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
         "tp": "tensor_model_parallel_size",
         "pp": "pipeline_model_parallel_size",
         "cp": "context_parallel_size",
+        "ep": "expert_model_parallel_size",
         "v": "virtual_pipeline_model_parallel_size",
     }
 )
@@ -179,7 +180,7 @@ def layout_named(config: Config, machine: Machine, fit: Coefficients, word: str)
     offload = config.offload
     kinds = get_type_hints(ParallelConfig)
     for part in word.split("/"):
-        number = re.fullmatch(r"(tp|pp|cp|dp|v|mbs)(\d+)", part)
+        number = re.fullmatch(r"(tp|pp|cp|dp|ep|v|mbs)(\d+)", part)
         text = part.removeprefix("recompute-")
         mode = part.removeprefix("offload-")
         owner = next((name for name in CHOICES if text in get_args(kinds[name])), None)

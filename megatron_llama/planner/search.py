@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice, product
+from math import gcd
 from typing import Any
 
 from megatron_llama.config.schema import Config, ParallelConfig
@@ -146,11 +147,18 @@ def candidates(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> I
     for tp, pp, cp, schedule, virtual, micro in shapes(config, machine, pinned):
         # With one data-parallel rank all strategies are the same.
         several = machine.gpus > tp * pp or "data_parallel_sharding_strategy" in pinned
-        split = replace(config.parallel, tensor_model_parallel_size=tp, context_parallel_size=cp)
-        for strategy, granularity, comm in product(
+        split = replace(
+            config.parallel,
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            sequence_parallel=tp > 1 and pinned.get("sequence_parallel", True),
+        )
+        whole = replace(config, parallel=split)
+        for strategy, granularity, comm, ep in product(
             strategies if several else BY_TRAFFIC[:1],
             granularities,
-            tuple(_comm_types(replace(config, parallel=split), pinned)),
+            tuple(_comm_types(whole, pinned)),
+            tuple(_expert_sizes(whole, machine.gpus // (tp * pp * cp), pinned)),
         ):
             parallel = replace(
                 split,
@@ -158,7 +166,7 @@ def candidates(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> I
                 pipeline_model_parallel_size=pp,
                 virtual_pipeline_model_parallel_size=virtual,
                 pipeline_schedule=schedule,
-                sequence_parallel=tp > 1 and pinned.get("sequence_parallel", True),
+                expert_model_parallel_size=ep,
                 data_parallel_sharding_strategy=strategy,
                 recompute_granularity=granularity,
             )
@@ -193,6 +201,26 @@ def _comm_types(config: Config, pinned: Mapping[str, Any]) -> Iterator[Any]:
         typed = replace(config, parallel=replace(config.parallel, cp_comm_type=comm))
         if not any(context_problems(typed)):
             yield comm
+
+
+def _expert_sizes(config: Config, dp: int, pinned: Mapping[str, Any]) -> Iterator[int]:
+    """Yield the numbers of ``dp`` data-parallel ranks that may divide the experts of a model; none
+    if it cannot have experts in this layout."""
+    experts = config.model.num_experts
+    if not experts:
+        yield 1
+        return
+    sizes = _pinned_or(pinned, "expert_model_parallel_size", _divisors(gcd(dp, experts)))
+    from megatron_llama.train.setup.checks.experts import division_problems, expert_problems
+
+    parallel = config.parallel
+    # What forbids experts on one tensor-parallel rank too is for the user to change.
+    if parallel.tensor_model_parallel_size > 1 and any(expert_problems(config)):
+        return
+    for ep in sizes:
+        divided = replace(config, parallel=replace(parallel, expert_model_parallel_size=ep))
+        if ep == 1 or not any(division_problems(divided, dp)):
+            yield ep
 
 
 Shape = tuple[int, int, int, Any, int, int]

@@ -79,6 +79,11 @@ class ExpertActivations(Activations):
         return self.ep * self._residual_tokens * most
 
     @property
+    def expert_rows(self) -> int:
+        """Rows that all experts of this rank have room for."""
+        return self._rows
+
+    @property
     def _width(self) -> int:
         """Bytes of an expert's inner activation, of all rows."""
         return self._rows * self.model.moe_intermediate_size * self.itemsize

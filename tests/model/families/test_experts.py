@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_llama import plan as planned_layouts
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.engine.mesh import Mesh
 from megatron_llama.errors import ConfigError
@@ -140,11 +139,6 @@ def test_what_is_not_written_for_experts_is_refused_by_name(options: dict[str, o
     with pytest.raises(ConfigError) as error:
         resolved(2, **options)
     assert says in str(error.value)
-
-
-def test_the_planner_does_not_guess() -> None:
-    with pytest.raises(ConfigError, match="--num-experts: got 8, expected 0: no measured run has told the planner the times of experts"):
-        planned_layouts(model="mixtral-8x7b", gpus=64)
 
 
 def test_flops_are_those_of_the_experts_of_a_token() -> None:
