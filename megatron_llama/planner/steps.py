@@ -248,6 +248,8 @@ def expert_sums(job: TrainingJob, groups: RankGroups) -> float:
     """Return the seconds in which tensor-parallel ranks add up the gradients of whole experts, each
     its shard in fp32, at the end of a step."""
     experts = job.rank_expert_numel
+    if not experts:
+        return 0.0
     owned = experts / (job.expert_shards if job.sharding != "none" else 1)
     return groups.tp.reduce(job.traits.kept_gradient_bytes * job.trained.share * owned)
 
