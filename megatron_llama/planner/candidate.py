@@ -178,12 +178,10 @@ class Candidate:
         """Return the time of a block that recomputes nothing, and the seconds of the backward pass
         of one that recomputes and of the weight gradients."""
         kernels = Kernels(job, self.fit)
-        pure = replace(job, recomputed=0.0, recomputed_memory=0.0)
+        pure = replace(job, recomputed=0.0, selective=0.0)
         block = block_time(pure, self.groups, kernels, self.fit)
         again = replace(
-            job,
-            recomputed=float(job.recomputed > 0),
-            recomputed_memory=0.5 * (job.recomputed_memory > 0),
+            job, recomputed=float(job.recomputed > 0), selective=float(job.selective > 0)
         )
         recomputed = block_time(again, self.groups, kernels, self.fit).backward.seconds
         weight = PassTime(matmul=kernels.weight_gradients(), launch=block.forward.launch).seconds

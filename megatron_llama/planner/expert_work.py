@@ -38,6 +38,10 @@ class ExpertWork:
     """Its forward product, which is at least in fp32."""
     moved: int
     """Bytes that a forward pass reads and writes without multiplying."""
+    moved_back: int
+    """Those of a backward pass."""
+    moved_again: int
+    """Those that selective recomputation adds to them."""
     messages: BlockMessages
     """Those over the ranks that divide experts."""
     counted: int
@@ -60,6 +64,7 @@ def expert_work(config: Config) -> ExpertWork:
     assert isinstance(shape, ExpertActivations)
     tokens = shape.tokens // shape.tp if shape.sequence_parallel else shape.tokens
     experts = model.num_experts
+    moved = _Moved(shape, tokens, received=shape.ep * tokens, rows=shape.expert_rows)
     # Of a rank's experts, the tokens of all ranks that divide experts.
     rows = -(-shape.ep * tokens * model.num_experts_per_tok // experts)
     # Without the mapping ``rope_scaling`` a model is hashable.
@@ -73,7 +78,9 @@ def expert_work(config: Config) -> ExpertWork:
         ),
         shared=tuple(Matmul(tokens, *matrix) for matrix in shared),
         router=Matmul(tokens, *router),
-        moved=_moved_bytes(shape, tokens),
+        moved=moved.forward,
+        moved_back=moved.backward,
+        moved_again=moved.again,
         messages=dispatch_messages(config),
         counted=count_bytes(config),
         kept=shape.sparse_block(granularity),
@@ -102,31 +109,95 @@ def used_numel(spec: ParamSpec, model: ModelConfig, tp: int) -> float:
     return spec.numel / tp if is_whole else float(spec.numel)
 
 
-def _moved_bytes(shape: ExpertActivations, tokens: int) -> int:
-    """Return the bytes that the operators of ``model/nn/moe`` read and write in a forward pass of
-    ``tokens`` of a rank, without products: each operator by itself, as none is fused."""
-    model = shape.model
-    itemsize = shape.itemsize
-    wide = shape.fp32_itemsize
-    # A narrow element is read, and written as a wide one.
-    cast = itemsize + wide if itemsize < wide else 0
-    hidden = model.hidden_size
-    rows = shape.expert_rows
-    routing = tokens * (hidden * cast + 3 * model.num_experts * wide)
-    # Gathered rows are in memory, and so are both halves and the output of the activation.
-    row = 2 * hidden * itemsize + 3 * model.moe_intermediate_size * itemsize
-    # Each of a token's outputs is looked up, widened, weighted and added to the sum.
-    output = 2 * itemsize + cast + 3 * wide
-    if model.moe_apply_probs_on_input:
-        row += hidden * 2 * (itemsize + wide)
-    else:
-        output += 2 * wide
-    if shape.ep > 1:
-        # Outputs of experts that are elsewhere are set to zero.
-        output += 2 * wide
-    gathered = shape.ep * tokens
-    summed = gathered * hidden * (model.num_experts_per_tok * output + cast)
-    shared = 0
-    if inner := model.moe_shared_expert_intermediate_size:
-        shared = tokens * 3 * (inner + hidden) * itemsize
-    return routing + rows * row + summed + shared
+@dataclass(frozen=True)
+class _Moved:
+    """Bytes that the operators of ``model/nn/moe`` read and write, without products: each operator
+    by itself, since none is fused."""
+
+    shape: ExpertActivations
+    tokens: int
+    """Tokens of a rank."""
+    received: int
+    """Tokens that come to its experts."""
+    rows: int
+    """Rows of its experts, those that no token needs included."""
+
+    @property
+    def forward(self) -> int:
+        """Of a forward pass: logits of the router, rows gathered and activated, outputs summed."""
+        model = self.shape.model
+        routing = self.tokens * (self._hidden * self._cast + 3 * model.num_experts * self._wide)
+        row = self._gathered + 3 * self._inner * self._narrow
+        if model.moe_apply_probs_on_input:
+            row += self._weighted * self._hidden
+        outputs = self._sums(is_weighted=not model.moe_apply_probs_on_input)
+        return routing + self.rows * row + outputs + self._shared
+
+    @property
+    def backward(self) -> int:
+        """Of a backward pass: rows of tokens and of gradients gathered, activations made again and
+        differentiated, and multiplied by gradients for those of the weights of outputs."""
+        model = self.shape.model
+        routing = self.tokens * self._hidden * 2 * self._cast
+        products = self._cast + 3 * self._wide + self._narrow
+        # The activation, the products, the weighted activation and gradient; that of both halves.
+        inner = 3 * self._narrow + products + self._weighted + 2 * self._narrow + 5 * self._narrow
+        row = 2 * self._gathered + inner * self._inner
+        if model.moe_apply_probs_on_input:
+            row += (self._weighted + products) * self._hidden - products * self._inner
+        outputs = self._sums(is_weighted=model.moe_apply_probs_on_input)
+        return routing + self.rows * row + outputs + 2 * self._shared
+
+    @property
+    def again(self) -> int:
+        """Of selective recomputation: rows are gathered once more."""
+        return self.rows * self._gathered
+
+    def _sums(self, *, is_weighted: bool) -> int:
+        """Of the sum of the rows of each token that came here: each is looked up, widened, weighted
+        and added."""
+        row = 2 * self._narrow + self._cast + 3 * self._wide + is_weighted * 2 * self._wide
+        if self.shape.ep > 1:
+            # Those of experts elsewhere are set to zero.
+            row += 2 * self._wide
+        return self.received * self._hidden * (self._chosen * row + self._cast)
+
+    @property
+    def _chosen(self) -> int:
+        return self.shape.model.num_experts_per_tok
+
+    @property
+    def _gathered(self) -> int:
+        return 2 * self._hidden * self._narrow
+
+    @property
+    def _shared(self) -> int:
+        """Of the shared expert: its activation, and the sum with the others."""
+        inner = self.shape.model.moe_shared_expert_intermediate_size
+        return self.tokens * 3 * (inner + self._hidden) * self._narrow if inner else 0
+
+    @property
+    def _hidden(self) -> int:
+        return self.shape.model.hidden_size
+
+    @property
+    def _inner(self) -> int:
+        return self.shape.model.moe_intermediate_size
+
+    @property
+    def _narrow(self) -> int:
+        return self.shape.itemsize
+
+    @property
+    def _wide(self) -> int:
+        return self.shape.fp32_itemsize
+
+    @property
+    def _cast(self) -> int:
+        """Of an element that is read narrow and written wide."""
+        return self._narrow + self._wide if self._narrow < self._wide else 0
+
+    @property
+    def _weighted(self) -> int:
+        """Of an element that a wide weight multiplies, and that is narrow again."""
+        return self._narrow + self._wide + self._cast

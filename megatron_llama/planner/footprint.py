@@ -78,7 +78,7 @@ def _dense_block_bytes(job: TrainingJob) -> float:
     inner = model.intermediate_size / job.tp
     # Schedules that postpone weight gradients keep their inputs, even with recomputation.
     again = 0.0 if job.bubble < 1 else job.recomputed
-    lean = job.recomputed_memory > 0
+    lean = job.selective > 0
     if again >= 1:
         return BF16_BYTES * tokens * hidden / split
     streams = (8 - 4 * lean + 2 * traits.dropout + traits.norm_bytes) * hidden / split

@@ -140,7 +140,8 @@ class Kernels:
 
     def memory(self) -> float:
         """Return the seconds of a block's memory-bound operators in the forward pass: norms, rotary
-        embedding, activation, residual sums, and biases that no product adds."""
+        embedding, activation, residual sums, and biases that no product adds; without what experts
+        move (``moved``)."""
         job = self.job
         model = job.model
         traits = job.traits
@@ -160,7 +161,12 @@ class Kernels:
         if job.experts is None:
             return dense
         activated = job.tokens * job.itemsize * gates * model.intermediate_size / job.tp
-        return dense + job.sparse * (job.experts.moved - activated) / self.hbm
+        return dense - job.sparse * activated / self.hbm
+
+    def moved(self, size: int) -> float:
+        """Return the seconds in which experts move ``size`` bytes in each block that has some, as
+        the mean of all blocks."""
+        return self.job.sparse * size / self.hbm
 
     def _keys_of_a_query(self) -> float:
         """Return the number of a rank's key heads for each query head."""
@@ -175,10 +181,11 @@ class Kernels:
         scale = fit.family(traits.family)
         launch = fit.launch_old if traits.family in OLD else fit.launch
         products = self._products() + self._additions()
+        moved = 0.0 if self.job.experts is None else self.moved(self.job.experts.moved)
         return PassTime(
             products * scale,
             self.attention() * scale,
-            self.memory() * scale,
+            (self.memory() + moved) * scale,
             launch=launch * (0.5 if traits.compiled else 1.0) * (GRAPH if self.job.graphs else 1.0),
         )
 
@@ -186,10 +193,14 @@ class Kernels:
         """Return the backward pass of one block, without recomputation: two gradients of each
         product. Attention has five products instead of two (Dao et al., 2022, appendix B.4)."""
         flash = self.job.traits.attention in ("flash", "flash1", "triton")
+        memory = 2 * forward.memory
+        if (work := self.job.experts) is not None:
+            scale = self.fit.family(self.job.traits.family)
+            memory += self.moved(work.moved_back - 2 * work.moved) * scale
         return PassTime(
             forward.matmul + self.weight_gradients(),
             (2.5 if flash else 2.0) * forward.attention,
-            2 * forward.memory,
+            memory,
             launch=2 * forward.launch,
         )
 
@@ -236,14 +247,16 @@ class Kernels:
         more = times * job.traits.kept_gradient_bytes - self.fit.matmul_bytes * job.itemsize
         return job.sparse * max(0.0, more) * job.experts.numel / self.gpu.hbm
 
-    def recomputed_experts(self) -> float:
-        """Return the seconds of the first product of one block's experts, which selective
-        recomputation repeats, as the mean of blocks with and without experts."""
-        job = self.job
-        if job.experts is None:
-            return 0.0
-        scale = self.fit.family(job.traits.family)
-        return job.sparse * self.grouped(job.experts.grouped[0]) * scale
+    def selective(self) -> PassTime:
+        """Return the part of one block's forward pass that selective recomputation repeats: half of
+        the memory-bound work, and of experts the first product."""
+        scale = self.fit.family(self.job.traits.family)
+        memory = 0.5 * self.memory() * scale
+        work = self.job.experts
+        if work is None:
+            return PassTime(memory=memory)
+        first = self.job.sparse * self.grouped(work.grouped[0])
+        return PassTime(matmul=first * scale, memory=memory + self.moved(work.moved_again) * scale)
 
     def _additions(self) -> float:
         return sum(self.matmul(product, reduced=self.all_narrow) for product in self.job.additions)

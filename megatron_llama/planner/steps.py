@@ -107,10 +107,7 @@ def block_time(
     if job.recomputes_scores:
         return BlockTime(forward, backward + PassTime(attention=pure.attention))
     forward, backward = _scales(job, groups, forward, backward)
-    again = forward.scaled(job.recomputed) + PassTime(memory=pure.memory * job.recomputed_memory)
-    if job.recomputed_memory:
-        # Half of the memory-bound work of a block means all of its experts' first product.
-        again += PassTime(matmul=2 * job.recomputed_memory * kernels.recomputed_experts())
+    again = forward.scaled(job.recomputed) + kernels.selective().scaled(job.selective)
     # What recomputes has the codes that its gradients need.
     codes = weight_codes(job, groups, kernels).scaled(job.codes_again)
     return BlockTime(forward + codes, backward + again + codes)

@@ -170,9 +170,9 @@ class TrainingJob:
     """Pieces of a message over tp that are hidden under products, as this trainer does it."""
     recomputed: float = 0.0
     """Share of the blocks' forward pass that backward recomputes."""
-    recomputed_memory: float = 0.0
-    """Share of the memory-bound work of a block's forward pass that backward repeats in addition to
-    ``recomputed``."""
+    selective: float = 0.0
+    """Share of the blocks whose backward pass repeats a part of the forward pass in addition to
+    ``recomputed`` (``Kernels.selective``)."""
     last_stage_lacks: int = 0
     """Number of blocks that the last stage has fewer than the others."""
     ends_counted: bool = False
@@ -432,7 +432,7 @@ def job_of(config: Config, machine: Machine) -> TrainingJob:
         sequence_parallel=parallel.sequence_parallel,
         tensor_pieces=chosen_pieces(config),
         recomputed=recomputing if parallel.recompute_granularity == "full" else 0.0,
-        recomputed_memory=0.5 * recomputing * (parallel.recompute_granularity == "selective"),
+        selective=recomputing if parallel.recompute_granularity == "selective" else 0.0,
         ends_counted=parallel.account_for_loss_in_pipeline_split,
         bubble=SCHEDULES[schedule].bubble,
         sharding=sharding,
