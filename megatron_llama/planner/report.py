@@ -128,6 +128,14 @@ def table(best: Sequence[Candidate]) -> Iterator[str]:
     yield f"   {legend(columns)}"
 
 
+def near_heading(candidate: Candidate) -> str:
+    """Return the words above the published runs that are near a layout."""
+    experts = candidate.job.experts is not None
+    return "nearest published runs, of other trainers" + (
+        " and dense models of as many parameters as a token meets" if experts else ""
+    )
+
+
 def described(candidate: Candidate) -> dict[str, str]:
     """Return the description of a run by subject: model, layout, precision and batch."""
     subjects = describe_config(candidate.config, candidate.machine.gpus)
@@ -157,8 +165,8 @@ def details(candidate: Candidate) -> Iterator[str]:
             f"{duration(candidate.host_wait(rank))} s for the host"
         )
     traffic = candidate.traffic[0]
-    rank = f"of {candidate.short.schedule.microbatches} microbatches, pp rank 0"
-    yield f"  traffic   {rank}, over dp: {_messages(traffic)}"
+    counted = f"of {candidate.short.schedule.microbatches} microbatches, pp rank 0"
+    yield f"  traffic   {counted}, over dp: {_messages(traffic)}"
     if traffic.experts is not None:
         yield f"  traffic   of experts, over dp / ep: {_messages(traffic.experts)}"
     if candidate.job.experts is not None:

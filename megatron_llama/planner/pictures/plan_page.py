@@ -21,6 +21,7 @@ from megatron_llama.planner.report import (
     legend,
     losses,
     mfu,
+    near_heading,
     parts_of,
     shares_of,
 )
@@ -120,7 +121,7 @@ def _parts(best: Sequence[Candidate], near: Sequence[object]) -> Iterator[str]:
     if len(best) > 1:
         yield heading("Why the others are slower")
         yield code("\n".join(losses(best)))
-    yield heading("Nearest published runs, of other trainers")
+    yield heading(near_heading(first).capitalize())
     yield code("\n".join(map(str, near)))
     yield heading("Start it with")
     yield code(command(first))
