@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from megatron_llama import plan as planned_layouts
 from megatron_llama.cli import main
 from megatron_llama.metrics.flops import flops_per_token
 from megatron_llama.planner.candidate import Candidate
@@ -16,7 +15,7 @@ from megatron_llama.planner.kernels import Kernels
 from megatron_llama.planner.links import rank_groups
 from megatron_llama.planner.report import COMPUTED, command, details, label, table
 from megatron_llama.planner.search import candidates, memory_estimate
-from megatron_llama.planner.steps import block_time, estimate
+from megatron_llama.planner.steps import block_time, estimate, expert_sums
 from megatron_llama.planner.training_job import job_of
 from megatron_llama.train.setup.memory import MemoryPlan
 from megatron_llama.train.setup.resolve import problems, resolve
@@ -78,6 +77,18 @@ def test_tokens_and_gradients_take_the_time_of_their_bytes(name: str) -> None:
     assert [part.reduction_bytes for part in traffic] == [reduced if per_microbatch else messages["expert_dp", "reduce_scatter"][1]]
 
 
+def test_gradients_of_whole_experts_are_added_up_over_tp() -> None:
+    """Once a step, the shard of each rank in fp32."""
+    plan = planned("qwen in tp and cp")
+    plan = replace(plan, fit=replace(FITTED, latency=0.0, latency_across=0.0, hop=0.0, hop_inside=0.0))
+    layout = plan.short.bucket_plans[0]
+    partial = [bucket.index for bucket in layout.buckets if bucket.kind.partial_grad and not bucket.kind.resident]
+    # Of two ranks each sends half of a message in each of two ways.
+    sent = sum(map(layout.shard_numel, partial)) * 4
+    assert expert_sums(plan.job, plan.groups) * plan.groups.tp.rate == pytest.approx(sent, rel=0.01)
+    assert expert_sums(job_of(resolve(config("llama2-7b", 64), 8), machine(8)), plan.groups) == 0
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen"])
 def test_the_simulated_step_is_near_the_closed_form(name: str) -> None:
     plan = planned(name)
@@ -103,7 +114,7 @@ def test_a_block_without_experts_is_as_in_a_dense_model() -> None:
     dense = replace(job, sparse=0.0, experts=None, model=replace(job.model, num_experts=0))
     times = [block_time(one, groups, Kernels(one, FITTED), FITTED).forward for one in (dense, job, replace(job, sparse=1.0))]
     assert job.sparse == 0.5 and times[1].parts == pytest.approx([(first + last) / 2 for first, last in zip(times[0].parts, times[2].parts, strict=True)])
-    assert groups == rank_groups(dense, FITTED)
+    assert groups == rank_groups(dense, FITTED) and times[2].tensor == pytest.approx(times[0].tensor / 2) and times[2].expert == 0
     odd = config("llama4-maverick", 256, **TP2, **BY_UNIT, pipeline_model_parallel_size=2, pipeline_layer_split=(23, 25))
     assert [Candidate(resolve(odd, 256), machine(256), FITTED)._sparse(layers) for layers in (range(23), range(23, 48))] == [11 / 23, 13 / 25]
 
@@ -156,8 +167,3 @@ def test_frozen_experts_have_two_of_three_products() -> None:
     assert jobs[0].trained.frozen == 0 and jobs[1].trained.frozen == pytest.approx(experts / (experts + others))
     assert jobs[1].trained.share == pytest.approx(1 - 45.1e9 / 46.7e9, rel=0.01)
     assert estimate(jobs[1], FITTED).seconds < estimate(jobs[0], FITTED).seconds
-
-
-def test_a_plan_of_a_python_user() -> None:
-    best = planned_layouts(model="qwen3-30b-a3b", gpus=16, global_batch_size=64, seq_length=4096, explain="tp1/pp1/ep4/mbs1/optim_grads_params/recompute-full")
-    assert best.layouts[0].options["expert_model_parallel_size"] == 4
