@@ -194,12 +194,25 @@ class Transport:
 
         return self._collective(f"reduce_scatter of {_kind(full)}", group, async_op, perform)
 
-    def all_to_all_single(self, received: Tensor, sent: Tensor, *, group: Any, async_op: bool = False) -> Work | None:
+    def all_to_all_single(
+        self, received: Tensor, sent: Tensor, incoming: Any = None, outgoing: Any = None, *, group: Any, async_op: bool = False
+    ) -> Work | None:
         def perform(communicator: Communicator) -> None:
-            size, me = len(communicator.ranks), communicator.rank
-            received.copy_(torch.cat([value.flatten().chunk(size)[me] for value in communicator.all_values(sent.clone())]).view_as(received))
+            me, sizes = communicator.rank, (len(communicator.ranks),) * 2
+            theirs, ours = (
+                whole.chunk(size) if parts is None else whole.split(parts)
+                for whole, parts, size in zip((received, sent), (incoming, outgoing), sizes, strict=True)
+            )
+            theirs[me].copy_(ours[me])
+            # Of nothing neither end of a link says anything, as in NCCL.
+            works = [communicator.group.recv([part], rank, DATA) for rank, part in enumerate(theirs) if rank != me and part.numel()]
+            works += [communicator.group.send([part], rank, DATA) for rank, part in enumerate(ours) if rank != me and part.numel()]
+            for work in works:
+                work.wait(timedelta(seconds=self._seconds))
 
-        return self._collective(f"all_to_all of {_kind(sent)}", group, async_op, perform)
+        # Ranks have sizes of their own where parts differ.
+        kind = _kind(sent) if outgoing is None else f"parts in {sent.dtype}"
+        return self._collective(f"all_to_all of {kind}", group, async_op, perform)
 
     def isend(self, tensor: Tensor, *, group: Any, group_dst: int) -> Work:
         name = f"send message of {_kind(tensor)} from {group.rank()} to {group_dst}"

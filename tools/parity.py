@@ -14,8 +14,8 @@ six of them. The second: five steps of layouts drawn at random, of which
 tests/parallel/test_random.py trains some, against one process. The third: twenty fp32 steps of
 models of HuggingFace and of an MLP under ``megatron_llama.shard``, against torch's
 DistributedDataParallel and AdamW; tests/engine/shard/test_parity.py trains some. The fourth: twenty
-fp32 steps of every family of models in eighteen layouts, of experts in nine more, and with each
-loss of routers in four, of which tests/model/families/test_parity.py trains some; ``--only "qwen2
+fp32 steps of every family of models in eighteen layouts, of experts in sixteen more, and with each
+loss of routers in five, of which tests/model/families/test_parity.py trains some; ``--only "qwen2
 "`` takes one family. The fifth: what ``prove`` says of every seeded fault of tests/prove/faults.py.
 The sixth: twenty fp32 steps of every method of preference tuning, against plain torch on
 transformers' model;

@@ -93,11 +93,6 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
             help="every rank has its experts whole: only 1 is accepted, and "
             "--expert-model-parallel-size divides them among ranks",
         ),
-        "moe_token_dispatcher_type": Alias(
-            convert=only("allgather"),
-            help="tokens are gathered, and outputs are reduced and scattered: only allgather is "
-            "accepted",
-        ),
         "group_query_attention": Alias(
             value="true",
             help="--num-query-groups alone decides; leave that out for multi-head attention",

@@ -342,6 +342,12 @@ class ParallelConfig:
     )
     """Neighbouring data-parallel ranks that divide the experts of each block among them (ep): a
     divisor of dp and of --num-experts."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = option(
+        "allgather", small=KEPT, draws=("alltoall",)
+    )
+    """How tokens come to the experts of other ranks: ep ranks gather the tokens of all, and no host
+    waits (allgather); or a token travels once to each rank that has some of its experts, and the
+    host waits for their numbers in each block (alltoall). Ignored with ep 1."""
     sequence_parallel: bool = option(False, small=scaled("there is one tensor-parallel rank"))
     """Split norms and residual stream along the sequence over the tp processes. Ignored with tp
     1."""
@@ -462,6 +468,11 @@ class ParallelConfig:
     killed, a device's memory error, a message that failed): from the newest checkpoint, with the
     largest dp that the remaining processes fill and that divides the batch; processes beyond that
     are spares. Needs --save, --load auto and --global-batch-size."""
+
+    @property
+    def exchanges_tokens(self) -> bool:
+        """Whether ranks divide experts, and a token travels only to those that have some of its."""
+        return self.expert_model_parallel_size > 1 and self.moe_token_dispatcher_type == "alltoall"
 
     @property
     def head_ranks(self) -> int:

@@ -103,6 +103,9 @@ class Mesh:
     ep: Axis | None = None
     """Neighbouring data-parallel ranks that divide the experts of a block among them. None: each
     rank has all experts."""
+    exchanges_tokens: bool = False
+    """With ``ep``: whether a token travels only to the ranks that have some of its experts, and not
+    to all."""
     experts: DataAxes | None = None
     """With ``ep``: the ranks of ``dp`` that hold the same experts."""
     made: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False)

@@ -182,6 +182,7 @@ def build_mesh(
         cp_keys=cp_keys,
         ep=ep_axis,
         experts=experts,
+        exchanges_tokens=parallel.exchanges_tokens,
         pp_return=builder.build("pp_return", pp_lines) if virtual else None,
         pp_backward_return=builder.build("pp_backward_return", pp_lines) if virtual else None,
         embedding=builder.build(
@@ -244,12 +245,12 @@ def _make_communicators(mesh: Mesh, placement: StagePlacement, ring: Axis | None
         *(() if mesh.experts is None else mesh.experts.all),
     )
     use_once(axes, mesh.device)
-    if mesh.cp_heads is not None:
-        # Connects each rank to each: the all-reduce has connected neighbours only.
-        heads = mesh.cp_heads
-        with mesh.recorder.waiting(f"the ranks of {heads.name} that exchange heads"):
-            parts, others = (torch.zeros(heads.size, device=mesh.device) for _ in range(2))
-            dist.all_to_all_single(others, parts, group=heads.group)
+    for axis in (mesh.cp_heads, mesh.ep if mesh.exchanges_tokens else None):
+        if axis is not None:
+            # Connects each rank to each: the all-reduce has connected neighbours only.
+            with mesh.recorder.waiting(f"the ranks of {axis.name} that exchange parts"):
+                parts, others = (torch.zeros(axis.size, device=mesh.device) for _ in range(2))
+                dist.all_to_all_single(others, parts, group=axis.group)
     if ring is not None and ring.size > 1:
         # The messages of a batch go over the axis' own communicator, which connects the neighbours
         # at the first of them.

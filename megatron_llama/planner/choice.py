@@ -33,8 +33,8 @@ SEARCHED = (
     "micro_batch_size",
 )
 """Options that a search varies, unless they are given."""
-OF_EXPERTS = "expert_model_parallel_size"
-"""One more of a model with experts."""
+OF_EXPERTS = ("expert_model_parallel_size", "moe_token_dispatcher_type")
+"""Those of a model with experts besides."""
 DERIVED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 """Options that follow from these."""
 TOP = 3
@@ -46,7 +46,7 @@ starts without a check of the choice."""
 
 def searched_options(model: ModelConfig) -> tuple[str, ...]:
     """Return the options that a search varies for a model."""
-    return (*SEARCHED, OF_EXPERTS) if model.num_experts else SEARCHED
+    return (*SEARCHED, *OF_EXPERTS) if model.num_experts else SEARCHED
 
 
 def given_of(config: Config, explicit: Collection[str]) -> dict[str, Any]:

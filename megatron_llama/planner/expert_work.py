@@ -1,7 +1,8 @@
 """The work of a block with experts, in integers: products, rows that are moved, messages, bytes.
 
 Counts are those of equally loaded experts. Memory and messages are read from the plans of a run
-(``model/plan/expert_memory.py``, ``model/plan/dispatch.py``); they do not depend on the load.
+(``model/plan/expert_memory.py``, ``model/plan/dispatch.py``): memory is that of the most uneven
+load, and so are gathered messages and rows; exchanges are those of an equal one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from math import prod
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.engine.plan.specs import ParamSpec
 from megatron_llama.model.plan.activation_memory import Activations
-from megatron_llama.model.plan.dispatch import dispatch_messages
+from megatron_llama.model.plan.dispatch import Load, dispatch_messages, load_of, tokens_of_a_rank
 from megatron_llama.model.plan.expert_memory import ExpertActivations
 from megatron_llama.model.plan.experts import DOWN, GATE_UP, ROUTER, SHARED, is_sparse
 from megatron_llama.model.plan.params import Shapes
@@ -44,6 +45,8 @@ class ExpertWork:
     """Those that selective recomputation adds to them."""
     messages: BlockMessages
     """Those over the ranks that divide experts."""
+    exchanges: bool
+    """Whether they are exchanges, with counts for which the host waits."""
     counted: int
     """Bytes of the message that counts the tokens of a sequence; 0 without one."""
     kept: int
@@ -62,9 +65,11 @@ def expert_work(config: Config) -> ExpertWork:
     granularity = config.parallel.recompute_granularity
     shape = Activations.from_config(config)
     assert isinstance(shape, ExpertActivations)
-    tokens = shape.tokens // shape.tp if shape.sequence_parallel else shape.tokens
+    tokens = tokens_of_a_rank(config)
     experts = model.num_experts
-    moved = _Moved(shape, tokens, received=shape.ep * tokens, rows=shape.expert_rows)
+    # Exchanged rows are as many as are chosen; gathered ones are those that may be chosen.
+    load = load_of(config) if shape.exchanges else shape.load
+    moved = _Moved(shape, tokens, load)
     # Of a rank's experts, the tokens of all ranks that divide experts.
     rows = -(-shape.ep * tokens * model.num_experts_per_tok // experts)
     # Without the mapping ``rope_scaling`` a model is hashable.
@@ -81,7 +86,8 @@ def expert_work(config: Config) -> ExpertWork:
         moved=moved.forward,
         moved_back=moved.backward,
         moved_again=moved.again,
-        messages=dispatch_messages(config),
+        messages=dispatch_messages(config, recomputed=granularity == "selective"),
+        exchanges=shape.exchanges,
         counted=count_bytes(config),
         kept=shape.sparse_block(granularity),
         working=shape.gradients(granularity),
@@ -117,10 +123,8 @@ class _Moved:
     shape: ExpertActivations
     tokens: int
     """Tokens of a rank."""
-    received: int
-    """Tokens that come to its experts."""
-    rows: int
-    """Rows of its experts, those that no token needs included."""
+    load: Load
+    """What comes to its experts, and their rows, those that no token needs included."""
 
     @property
     def forward(self) -> int:
@@ -130,8 +134,8 @@ class _Moved:
         row = self._gathered + 3 * self._inner * self._narrow
         if model.moe_apply_probs_on_input:
             row += self._weighted * self._hidden
-        outputs = self._sums(is_weighted=not model.moe_apply_probs_on_input)
-        return routing + self.rows * row + outputs + self._shared
+        outputs = self._sums(self.load.received, is_weighted=not model.moe_apply_probs_on_input)
+        return routing + self.load.rows * row + outputs + self._exchanged + self._shared
 
     @property
     def backward(self) -> int:
@@ -145,22 +149,30 @@ class _Moved:
         row = 2 * self._gathered + inner * self._inner
         if model.moe_apply_probs_on_input:
             row += (self._weighted + products) * self._hidden - products * self._inner
-        outputs = self._sums(is_weighted=model.moe_apply_probs_on_input)
-        return routing + self.rows * row + outputs + 2 * self._shared
+        outputs = self._sums(self.load.received, is_weighted=model.moe_apply_probs_on_input)
+        return routing + self.load.rows * row + outputs + self._exchanged + 2 * self._shared
 
     @property
     def again(self) -> int:
-        """Of selective recomputation: rows are gathered once more."""
-        return self.rows * self._gathered
+        """Of selective recomputation: rows are gathered once more, and those to exchange."""
+        return (self.load.rows + self.shape.exchanges * self.load.sent) * self._gathered
 
-    def _sums(self, *, is_weighted: bool) -> int:
-        """Of the sum of the rows of each token that came here: each is looked up, widened, weighted
-        and added."""
+    @property
+    def _exchanged(self) -> int:
+        """Of an exchange there and back: tokens are gathered in the order of ranks, and what comes
+        back is added up."""
+        if not self.shape.exchanges:
+            return 0
+        return self.load.sent * self._gathered + self._sums(self.tokens, is_weighted=False)
+
+    def _sums(self, tokens: int, *, is_weighted: bool) -> int:
+        """Of the sums of the rows of so many tokens: each is looked up, widened, weighted and
+        added."""
         row = 2 * self._narrow + self._cast + 3 * self._wide + is_weighted * 2 * self._wide
         if self.shape.ep > 1:
             # Those of experts elsewhere are set to zero.
             row += 2 * self._wide
-        return self.received * self._hidden * (self._chosen * row + self._cast)
+        return tokens * self._hidden * (self._chosen * row + self._cast)
 
     @property
     def _chosen(self) -> int:

@@ -39,6 +39,7 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
 CHOICES = (
     "pipeline_schedule",
     "cp_comm_type",
+    "moe_token_dispatcher_type",
     "data_parallel_sharding_strategy",
     "recompute_granularity",
 )

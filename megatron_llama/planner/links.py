@@ -38,13 +38,13 @@ class RankGroup:
         all-gather."""
         return 2 * self.gather(size, messages)
 
-    def exchange(self, size: float) -> float:
-        """Return the seconds of an all-to-all in which each rank has ``size`` bytes, its own part
-        included. What leaves a node goes through the rank's own card: unlike a ring, each rank
+    def exchange(self, size: float, messages: float = 1) -> float:
+        """Return the seconds of all-to-alls in which each rank has ``size`` bytes in total, its own
+        part included. What leaves a node goes through the rank's own card: unlike a ring, each rank
         sends to each."""
         if not self.outside:
-            return self.gather(size)
-        return self.outside / self.size * size / self.card + self.latency
+            return self.gather(size, messages)
+        return self.outside / self.size * size / self.card + messages * self.latency
 
     def send(self, size: float) -> float:
         """Return the seconds of a message of ``size`` bytes to one rank."""

@@ -82,7 +82,9 @@ def label(candidate: Candidate) -> str:
     virtual = parallel.virtual_pipeline_model_parallel_size
     offload = candidate.config.offload.optimizer_offload
     parts = [f"tp{job.tp}", f"pp{job.pp}", f"cp{job.cp}", f"dp{job.dp}"]
-    parts += [*([f"ep{job.ep}"] if job.ep > 1 else []), f"mbs{job.micro_batch}"]
+    parts += [f"ep{job.ep}"] * (job.ep > 1)
+    parts += [parallel.moe_token_dispatcher_type] * parallel.exchanges_tokens
+    parts += [f"mbs{job.micro_batch}"]
     parts += [parallel.cp_comm_type] * (job.cp > 1 and parallel.cp_comm_type != "all_gather")
     parts += [parallel.pipeline_schedule, *([f"v{virtual}"] if virtual > 1 else [])]
     parts += [parallel.data_parallel_sharding_strategy]
@@ -192,6 +194,8 @@ def experts_line(candidate: Candidate) -> str:
             f"; over ep {sent.forward + sent.backward} messages of "
             f"{sized(sent.forward_bytes + sent.backward_bytes)}"
         )
+        if work.exchanges:
+            over += ", and the host's wait for their counts is not in the plan"
     passes = ""
     if candidate.config.training.counts_experts_first:
         passes = ". Not in the plan: the forward pass more with which each step begins"

@@ -35,6 +35,7 @@ OFFLOAD = "optimizer_offload"
 """The option that is changed if no layout fits."""
 STRATEGIES = (NO_SHARD, *BY_TRAFFIC)
 GRANULARITIES = ("none", "selective", "full")
+DISPATCHERS = ("allgather", "alltoall")
 
 
 @dataclass(frozen=True)
@@ -154,11 +155,11 @@ def candidates(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> I
             sequence_parallel=tp > 1 and pinned.get("sequence_parallel", True),
         )
         whole = replace(config, parallel=split)
-        for strategy, granularity, comm, ep in product(
+        for strategy, granularity, comm, (ep, dispatcher) in product(
             strategies if several else BY_TRAFFIC[:1],
             granularities,
             tuple(_comm_types(whole, pinned)),
-            tuple(_expert_sizes(whole, machine.gpus // (tp * pp * cp), pinned)),
+            tuple(_divisions(whole, machine.gpus // (tp * pp * cp), pinned)),
         ):
             parallel = replace(
                 split,
@@ -167,6 +168,7 @@ def candidates(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> I
                 virtual_pipeline_model_parallel_size=virtual,
                 pipeline_schedule=schedule,
                 expert_model_parallel_size=ep,
+                moe_token_dispatcher_type=dispatcher,
                 data_parallel_sharding_strategy=strategy,
                 recompute_granularity=granularity,
             )
@@ -203,24 +205,25 @@ def _comm_types(config: Config, pinned: Mapping[str, Any]) -> Iterator[Any]:
             yield comm
 
 
-def _expert_sizes(config: Config, dp: int, pinned: Mapping[str, Any]) -> Iterator[int]:
-    """Yield the numbers of ``dp`` data-parallel ranks that may divide the experts of a model; none
-    if it cannot have experts in this layout."""
+def _divisions(config: Config, dp: int, pinned: Mapping[str, Any]) -> Iterator[tuple[int, Any]]:
+    """Yield how many of ``dp`` data-parallel ranks may divide the experts of a model, and how
+    tokens come to these; nothing if it cannot have experts in this layout."""
+    parallel = config.parallel
     experts = config.model.num_experts
     if not experts:
-        yield 1
+        yield 1, parallel.moe_token_dispatcher_type
         return
     sizes = _pinned_or(pinned, "expert_model_parallel_size", _divisors(gcd(dp, experts)))
     from megatron_llama.train.setup.checks.experts import division_problems, expert_problems
 
-    parallel = config.parallel
     # What forbids experts on one tensor-parallel rank too is for the user to change.
     if parallel.tensor_model_parallel_size > 1 and any(expert_problems(config)):
         return
     for ep in sizes:
         divided = replace(config, parallel=replace(parallel, expert_model_parallel_size=ep))
+        every = DISPATCHERS if ep > 1 else DISPATCHERS[:1]
         if ep == 1 or not any(division_problems(divided, dp)):
-            yield ep
+            yield from ((ep, way) for way in _pinned_or(pinned, "moe_token_dispatcher_type", every))
 
 
 Shape = tuple[int, int, int, Any, int, int]

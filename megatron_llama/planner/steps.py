@@ -119,8 +119,9 @@ def _dispatched(
     """Return the passes with the messages over the ranks that divide experts, and those that count
     the tokens of a sequence for a loss."""
     sent = work.messages
-    there = groups.ep.gather(sent.forward_bytes, sent.forward)
-    back = groups.ep.gather(sent.backward_bytes, sent.backward)
+    send = groups.ep.exchange if work.exchanges else groups.ep.gather
+    there = send(sent.forward_bytes, sent.forward)
+    back = send(sent.backward_bytes, sent.backward)
     counted = PassTime()
     if work.counted:
         counted = PassTime(

@@ -191,6 +191,8 @@ def axes_of(case: Case) -> Iterator[tuple[str, Case]]:
     batch = size("global_batch_size") if options.get("global_batch_size") else micro * dp
     divides_experts = size("expert_model_parallel_size") > 1
     if divides_experts:
+        if has("moe_token_dispatcher_type", "allgather"):
+            yield "the exchange of tokens", without({"moe_token_dispatcher_type": "allgather"})
         yield "expert parallelism", without(whole_experts)
     if dp > 1:
         alone = {"global_batch_size": batch} | (whole_experts if divides_experts else {})

@@ -18,13 +18,14 @@ EXPERTS: dict[str, object] = {
 """With that eps Adam does not turn a gradient that is all rounding into a whole step."""
 LAST = "iter_0000006"
 DIVIDED = Layout(4, {"expert_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads_params"})
-ALONE = Layout(4, {"expert_model_parallel_size": 4, "data_parallel_sharding_strategy": "no_shard"})
+EXCHANGED = {"expert_model_parallel_size": 4, "moe_token_dispatcher_type": "alltoall"}
+ALONE = Layout(4, {**EXCHANGED, "data_parallel_sharding_strategy": "no_shard"})
 """Each expert has two ranks, or one."""
 SHARDED = Layout(2, {**DP2.options, "data_parallel_sharding_strategy": "optim_grads_params"})
 
 
 @pytest.mark.long
-@pytest.mark.tries("expert_model_parallel_size")
+@pytest.mark.tries("expert_model_parallel_size", "moe_token_dispatcher_type")
 def test_from_the_first_step_to_the_export(product: Product, tmp_path: Path) -> None:
     """Each pair of layouts stops at step 3 and goes on: in the same layout the run is the unbroken one to the bit, in others but for rounding."""
     for layout, run in ((DIVIDED, "divided"), (TP2, "run")):

@@ -159,7 +159,8 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 PLAIN = [Run(), Run(tp=2, sp=True), Run(tp=2, kv_heads=1), Run(cp=2)]
 DIVIDED = [Run(dp=2, ep=2), Run(tp=2, sp=True, dp=2, ep=2), Run(dp=3, ep=3)]
-"""The last ranks have two experts each, for all that a token may have."""
+"""The last ranks have two experts each, for all that a token may have. Where tokens are exchanged, the plan has the largest load: that
+of tokens that have all experts."""
 SPREAD = [
     *PLAIN,
     Run(kv_heads=4),
@@ -176,6 +177,7 @@ SPREAD = [
     *(replace(run, lora=4) for run in (Run(), Run(tp=2), Run(tp=2, sp=True), Run(tp=2, kv_heads=1, sp=True))),
     *(replace(run, fields=tuple(fields.items())) for fields in FIELDS.values() for run in PLAIN),
     *(replace(run, fields=tuple((EXPERTS | {"num_experts_per_tok": 3}).items())) for run in DIVIDED),
+    *(replace(run, exchange=True, fields=tuple((EXPERTS | {"num_experts_per_tok": 6}).items())) for run in DIVIDED),
     *(replace(run, fields=(("num_labels", 1),)) for run in PLAIN if run.kv_heads == 2),
 ]
 

@@ -173,10 +173,30 @@ class _Step:
         stream = tokens * model.hidden_size * self.shape.itemsize
         weights = tokens * model.num_experts_per_tok * self.shape.fp32_itemsize
         forward, backward = self.sparse + self.sparse_again, self.sparse
+        if self.parallel.moe_token_dispatcher_type == "alltoall":
+            self.exchange(tokens // self.parallel.expert_model_parallel_size, forward, backward)
+            return
         self.add("ep", "all_gather", stream, forward + 2 * backward)
         self.add("ep", "all_gather", 2 * weights, forward)
         self.add("ep", "reduce_scatter", stream, forward + backward)
         self.add("ep", "reduce_scatter", weights, backward)
+
+    def exchange(self, tokens: int, forward: int, backward: int) -> None:
+        """Of those ``tokens`` of a rank for which a rank has experts, if each has its experts by chance and all alike: forward counts, experts
+        with weights, tokens, outputs; backward the conjugates of the last three, and the tokens again where a block's inner activations
+        are."""
+        model, ep = self.config.model, self.parallel.expert_model_parallel_size
+        missed = 1.0
+        for taken in range(model.num_experts_per_tok):
+            missed *= 1 - model.num_experts / ep / (model.num_experts - taken)
+        rows = ep * round(tokens * (1 - missed))
+        stream, weights = rows * model.hidden_size * self.shape.itemsize, rows * model.num_experts_per_tok * self.shape.fp32_itemsize
+        selective = self.parallel.recompute_granularity == "selective"
+        again = sum(sum(is_sparse(self.config.model, layer) for layer in self.partition.layers[stage][: self.plan.recompute_layers()]) for stage in self.stages)
+        self.add("ep", "all_to_all", 16 * ep, forward)
+        self.add("ep", "all_to_all", 2 * weights, forward)
+        self.add("ep", "all_to_all", stream, 2 * forward + 2 * backward + again * selective)
+        self.add("ep", "all_to_all", weights, backward)
 
     def pipeline(self) -> None:
         """One activation and one gradient over every boundary between stages of different ranks;

@@ -71,6 +71,8 @@ class Layout:
     virtual: int = 1
     sp: bool = False
     ep: int = 1
+    exchange: bool = False
+    """Tokens travel only to ranks that have some of their experts."""
     tp_comm: str = "0"
     """Pieces of the messages of tensor-parallel layers."""
     cp_comm: Literal["all_gather", "ring", "a2a", "a2a+p2p"] = "all_gather"
@@ -139,7 +141,7 @@ class Layout:
     def name(self) -> str:
         """What differs from one process."""
         words = [f"{axis}{size}" for axis in ("tp", "cp", "pp", "dp", "ep") if (size := getattr(self, axis)) > 1] or ["one process"]
-        words += ["sp"] * self.sp + ([f"tp in {self.tp_comm} pieces"] if self.tp_comm != "0" else []) + ([self.cp_comm] if self.cp > 1 else []) + ([self.strategy] if self.dp * self.cp > 1 else [])
+        words += ["alltoall"] * self.exchange + ["sp"] * self.sp + ([f"tp in {self.tp_comm} pieces"] if self.tp_comm != "0" else []) + ([self.cp_comm] if self.cp > 1 else []) + ([self.strategy] if self.dp * self.cp > 1 else [])
         words += [f"{self.slots} slots"] if self.slots != "default" else []
         words += [f"{self.grad_slots} gradient slots"] if self.grad_slots != 2 else []
         words += [f"shards of {self.shard_size}"] if self.shard_size else []
@@ -167,6 +169,7 @@ class Layout:
             hierarchical_context_parallel_sizes=(2, self.cp // 2) if self.cp_comm == "a2a+p2p" else (),
             sequence_parallel=self.sp,
             expert_model_parallel_size=self.ep,
+            moe_token_dispatcher_type="alltoall" if self.exchange else "allgather",
             tp_comm_overlap=self.tp_comm,
             pipeline_schedule=self.schedule,
             virtual_pipeline_model_parallel_size=self.virtual,

@@ -61,6 +61,7 @@ def test_a_layout_trains_by_the_rules_of_nccl(references: Callable[[Layout], Ref
 DIVIDED = [
     FamilyLayout(family="mixtral", dp=4, ep=2, strategy="optim_grads_params", microbatches=2),
     FamilyLayout(family="mixtral", tp=2, sp=True, pp=2, dp=2, ep=2, schedule="zb-h1", microbatches=4, strategy="optim_grads"),
+    FamilyLayout(family="qwen3_moe", pp=2, dp=2, ep=2, exchange=True, schedule="zb-h1", microbatches=4, strategy="optim_grads", recompute="selective"),
 ]
 
 

@@ -11,7 +11,8 @@ import torch
 from megatron_llama.engine.plan.buckets import Bucket, BucketPlan
 from megatron_llama.engine.plan.overlap import gathered_during_backward, updated_during_backward
 from megatron_llama.launch.launcher import Place
-from megatron_llama.model.plan.dispatch import dispatch_messages
+from megatron_llama.model.nn.moe.block import Gate
+from megatron_llama.model.plan.dispatch import Load, dispatch_messages
 from megatron_llama.model.plan.experts import is_sparse
 from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
 from megatron_llama.planner.context_traffic import context_traffic
@@ -143,6 +144,66 @@ def test_ranks_that_divide_experts_send_what_is_planned(cluster: Cluster, layout
         stages = ranks[:: layout.world_size // layout.pp]
         found = [sum(pair[place] for one in stages for (axis, _), pair in one.traffic.items() if axis == "ep") for place in (0, 1)]
         assert found == [passes * (planned.forward + planned.backward), passes * (planned.forward_bytes + planned.backward_bytes)]
+
+
+EXCHANGED = [
+    Run(dp=4, ep=2, exchange=True, strategy="optim_grads_params", microbatches=2, bf16=True, fields=SPARSE),
+    Run(dp=3, ep=3, exchange=True, strategy="optim", recompute="selective", recompute_layers="2", fields=SPARSE),
+    Run(tp=2, sp=True, dp=2, ep=2, exchange=True, strategy="optim_grads", recompute="full", fields=SPARSE),
+    Run(pp=2, dp=2, ep=2, exchange=True, strategy="optim_grads", microbatches=2, schedule="zb-h1", fields=SPARSE),
+]
+
+
+def count_choices(place: Place, layout: Layout) -> tuple[Counted, list[Tensor], tuple[int, ...]]:
+    """``count``, the experts of the tokens of each block in the order in which their routers chose, and the ranks of ep."""
+    run = trainer(place, layout)
+    run.step(0)
+    chosen: list[Tensor] = []
+    for stage in run.stages.values():
+        for gate in stage.modules():
+            if isinstance(gate, Gate):
+                gate.register_forward_hook(lambda module, given, routing: chosen.append(routing.experts.clone()))
+    assert run.mesh.ep is not None
+    return counted(run, 1)[1], chosen, run.mesh.ep.ranks
+
+
+def loads(tables: Sequence[Tensor], here: int) -> list[Load]:
+    """What each rank exchanges, by what its tokens and those of the others have chosen. ``here``: experts of a rank."""
+    ranks = range(len(tables))
+    places = [[{expert // here for expert in token} for token in table.tolist()] for table in tables]
+    return [
+        Load(
+            sum(len(found) for found in places[rank]),
+            sum(rank in found for table in places for found in table),
+            sum(int((table // here == rank).sum()) for table in tables),
+        )
+        for rank in ranks
+    ]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("layout", EXCHANGED, ids=lambda layout: layout.name)
+def test_ranks_that_exchange_tokens_send_what_their_choices_say(cluster: Cluster, layout: Run) -> None:
+    """To the byte given these; as many messages and all other bytes whatever they are. The trace has equal loads, and the memory plan
+    the largest."""
+    config, world = layout.sized(), layout.world_size
+    ranks, trace, plan = cluster.run(world, count_choices, layout), trace_run(config, world), MemoryPlan(config, world)
+    for number, (found, chosen, group) in enumerate(ranks):
+        expected = step_messages(config, world, found.pp_rank)
+        assert trace.traffic(trace.stage_of(found.pp_rank)) == expected
+        exchanged = found.traffic["ep", "all_to_all"]
+        assert exchanged[0] == expected["ep", "all_to_all"][0]
+        assert {**found.traffic, ("ep", "all_to_all"): 0} == {**expected, ("ep", "all_to_all"): 0}
+        again = 2 if layout.recompute == "full" else 1
+        size = 0
+        for call in range(len(chosen)):
+            load = loads([ranks[rank][1][call] for rank in group], config.model.num_experts // layout.ep)[group.index(number)]
+            # Of four blocks two have experts, the second and the last.
+            recomputed = layout.recompute == "selective" and not call % 2
+            messages = dispatch_messages(config, load, recomputed=recomputed)
+            size += messages.forward_bytes * again + messages.backward_bytes
+        assert exchanged[1] * again == size
+        assert found.saved <= planned_saved(plan, found.pp_rank)
 
 
 @pytest.mark.few(3)

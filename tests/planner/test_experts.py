@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from megatron_llama.cli import main
 from megatron_llama.metrics.flops import flops_per_token
+from megatron_llama.model.plan.dispatch import dispatch_messages
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.choice import choose
 from megatron_llama.planner.fitted import FITTED
@@ -129,8 +130,29 @@ def test_the_search_divides_experts_where_that_is_written() -> None:
     assert {ep for tp, ep in sizes("mixtral-8x7b") if tp == 4} == {1, 2, 4}
     assert {ep for _, ep in sizes("qwen3-30b-a3b", tensor_model_parallel_size=1)} == {1, 2, 4, 8, 16}
     assert sizes("qwen3-30b-a3b", sequence_parallel=False) == {(1, ep) for ep in (1, 2, 4, 8, 16)}
-    assert {ep for _, ep in sizes("llama4-scout")} == {1} == {ep for _, ep in sizes("llama2-7b")}
+    assert {ep for _, ep in sizes("llama4-scout", tensor_model_parallel_size=1)} == {1, 2, 4, 8, 16} and {ep for _, ep in sizes("llama2-7b")} == {1}
     assert {ep for _, ep in sizes("mixtral-8x7b", expert_model_parallel_size=4)} == {4}
+
+
+def test_tokens_that_travel_only_to_their_experts_take_less() -> None:
+    """As many messages as the dry run prints, each rank to each, and rows of those tokens alone; memory for the most uneven choice."""
+    gathered = planned("mixtral")
+    parallel = replace(gathered.config.parallel, moe_token_dispatcher_type="alltoall")
+    exchanged = replace(gathered, config=replace(gathered.config, parallel=parallel))
+    word = label(exchanged)
+    assert "/ep8/alltoall/mbs1/" in word and layout_named(config("mixtral-8x7b", 64), machine(64), FITTED, word).config == exchanged.config
+    assert exchanged.needed == MemoryPlan(exchanged.config, 64).needed("selective", MemoryPlan(exchanged.config, 64).recompute_layers())
+    assert exchanged.step_time.compute < gathered.step_time.compute and exchanged.step_time.expert < gathered.step_time.expert
+    whole = resolve(config("mixtral-8x7b", 64), 1)
+    ways = {
+        (one.parallel.expert_model_parallel_size > 1, one.parallel.moe_token_dispatcher_type)
+        for one in candidates(whole, machine(16), {"pipeline_model_parallel_size": 1})
+    }
+    assert ways == {(False, "allgather"), (True, "allgather"), (True, "alltoall")}
+    fast = replace(exchanged, fit=replace(FITTED, latency=0.0, latency_across=0.0, hop=0.0, hop_inside=0.0))
+    both = dispatch_messages(exchanged.config, recomputed=True)
+    sent = (both.forward_bytes + both.backward_bytes) * 8 * 4
+    assert fast.step_time.expert == pytest.approx(sent * 7 / 8 / fast.groups.ep.rate)
 
 
 def test_the_plan_is_a_command_and_says_what_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:

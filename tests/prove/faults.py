@@ -48,7 +48,7 @@ from megatron_llama.model.nn.documents import SplitDocuments
 from megatron_llama.model.nn.embedding import VocabParallelEmbedding, _Lookup
 from megatron_llama.model.nn.linear import RowLinear, _AddBias, plain_linear
 from megatron_llama.model.nn.moe import block as moe_block
-from megatron_llama.model.nn.moe import dispatch, routing
+from megatron_llama.model.nn.moe import dispatch, exchange, routing
 from megatron_llama.model.nn.moe.experts import expert_mlp
 from megatron_llama.model.nn.moe.routing import Router, Routing
 from megatron_llama.model.nn.moe.rows import ExpertRows
@@ -693,6 +693,26 @@ def router_of_own_experts() -> AbstractContextManager[object]:
     return patch.object(dispatch._Table, "backward", staticmethod(backward))
 
 
+def weights_of_sent_tokens_untrained() -> AbstractContextManager[object]:
+    """The weights that travel with a token to the ranks of its experts have no gradient there that comes back: no router is trained."""
+    return patch.object(exchange._Table, "backward", staticmethod(lambda ctx, experts, grad: (None,) * 5))
+
+
+@contextmanager
+def tokens_sent_for_each_expert() -> Iterator[None]:
+    """A token is sent once for each of its experts on a rank, and each time all of these compute it, so that their outputs count twice."""
+    correct = exchange.Exchange
+
+    def with_room(ep: Axis, sent: Any, received: Any, most: int) -> exchange.Exchange:
+        return correct(ep, sent, received, 2 * most)
+
+    def ranks(experts: Tensor, count: int, size: int) -> Tensor:
+        return (experts // count).sort(dim=-1).values
+
+    with patch.object(exchange, "ranks_of", ranks), patch.object(exchange, "Exchange", with_room):
+        yield
+
+
 def router_in_bf16() -> AbstractContextManager[object]:
     """The logits by which experts are chosen are rounded to bf16."""
     correct = routing._Logits.forward
@@ -768,6 +788,7 @@ SHARDS: Mapping[str, Any] = {"data_parallel_sharding_strategy": "optim_grads", "
 REPLICAS = _case("replicas and offload", 2, **SHARDS, optimizer_offload="exact", micro_batch_size=2)
 CHOSEN: Mapping[str, Any] = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 DIVIDED = _case("divided experts", 2, **CHOSEN, expert_model_parallel_size=2, data_parallel_sharding_strategy="no_shard", micro_batch_size=2)
+EXCHANGED = _case("exchanged tokens", 2, **DIVIDED.options, moe_token_dispatcher_type="alltoall")
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 ALONE = _case("one process", model_type="mistral", sliding_window=9, rope_scaling=LLAMA3)
 CONVERSATIONS = _case("conversations", sft=True, packing=True)
@@ -811,7 +832,7 @@ class Fault:
 
 ONE, HF = "one process", "transformers"
 SP, TP, CP, DP = "sequence parallelism", "tensor parallelism", "context parallelism", "data parallelism"
-EP, MICRO = "expert parallelism", "microbatches"
+EP, EXCHANGE, MICRO = "expert parallelism", "the exchange of tokens", "microbatches"
 
 CATALOGUE: tuple[Fault, ...] = (
     Fault(norms_not_summed, "NVIDIA/Megatron-LM#1446", TENSOR, ONE, SP),
@@ -850,6 +871,8 @@ CATALOGUE: tuple[Fault, ...] = (
     Fault(clip_counts_experts_of_one_rank, "NVIDIA/Megatron-LM#5916", DIVIDED, ONE, EP),
     Fault(tokens_of_own_experts, "NVIDIA-NeMo/Automodel#1260", DIVIDED, ONE, EP),
     Fault(router_of_own_experts, "huggingface/transformers#48687", DIVIDED, ONE, EP),
+    Fault(weights_of_sent_tokens_untrained, "deepspeedai/DeepSpeed#8213", EXCHANGED, ONE, EXCHANGE),
+    Fault(tokens_sent_for_each_expert, "deepspeedai/DeepSpeed#2074", EXCHANGED, ONE, EXCHANGE),
     Fault(rope_factor_of_8, "NVIDIA/Megatron-LM#6305", ALONE, HF),
     Fault(window_one_longer, "NVIDIA-NeMo/Megatron-Bridge#2656", ALONE, HF),
     Fault(norms_decay, "ServiceNow/Fast-LLM#542", ALONE, HF),

@@ -16,10 +16,11 @@ one way at a time, or with twice the volume.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -147,11 +148,40 @@ def all_to_all(received: Tensor, sent: Tensor, axis: Axis, *, async_op: bool = T
     the ranks send to this one to ``received``, in rank order. Both are contiguous."""
     note = _issue(axis, "all_to_all", sent)
     if carried_by_gloo(axis, sent.device):
-        return _exchange_directly(received.data.view(-1), sent.data.view(-1), axis, note)
+        theirs, ours = (part.data.view(-1).chunk(axis.size) for part in (received, sent))
+        return _send_parts(theirs, ours, axis, note)
 
     def issue(is_async: bool) -> Any:
         group = axis.communicator
         return dist.all_to_all_single(received.data, sent.data, group=group, async_op=is_async)
+
+    return _start(axis, "all_to_all", note, issue, async_op=async_op)
+
+
+def all_to_all_rows(
+    received: Tensor,
+    sent: Tensor,
+    axis: Axis,
+    counts: tuple[Sequence[int], Sequence[int]],
+    *,
+    async_op: bool = True,
+) -> Pending:
+    """Send each rank of the axis its rows of ``sent``, and write those that the ranks send to this
+    one to ``received``, in rank order. ``counts``: of each rank, how many rows come from it and
+    how many go to it. Both tensors are contiguous."""
+    note = _issue(axis, "all_to_all", sent)
+    incoming, outgoing = map(list, counts)
+    if carried_by_gloo(axis, sent.device):
+        theirs = torch.split(received.data, incoming)
+        ours = torch.split(sent.data, outgoing)
+        return _send_parts(
+            [part.view(-1) for part in theirs], [part.view(-1) for part in ours], axis, note
+        )
+
+    def issue(is_async: bool) -> Any:
+        return dist.all_to_all_single(
+            received.data, sent.data, incoming, outgoing, group=axis.communicator, async_op=is_async
+        )
 
     return _start(axis, "all_to_all", note, issue, async_op=async_op)
 
@@ -165,9 +195,9 @@ def _gather_directly(full: Tensor, shard: Tensor, axis: Axis, note: Note | None)
     return Pending(axis, gather, operation="all_gather", note=note)
 
 
-def _exchange_directly(received: Tensor, sent: Tensor, axis: Axis, note: Note | None) -> Pending:
-    theirs = received.chunk(axis.size)
-    ours = sent.chunk(axis.size)
+def _send_parts(
+    theirs: Sequence[Tensor], ours: Sequence[Tensor], axis: Axis, note: Note | None
+) -> Pending:
     theirs[axis.rank].copy_(ours[axis.rank])
     peers = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
     transfer = gloo.Transfer(

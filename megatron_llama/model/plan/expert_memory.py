@@ -3,18 +3,20 @@
 A token has as many rows as experts, whichever they are, and none is dropped. So the bytes of a
 block do not depend on what the router chooses: the formula is what is allocated, for the most
 uneven choice as for the most even one. Where ranks divide the experts, each has the tokens of all,
-and of each token as many rows as it can have experts here.
+and of each token as many rows as it can have experts here. Where they exchange tokens, bytes do
+depend on the choice: those are the most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from megatron_llama.config.schema import Config
 from megatron_llama.model.plan.activation_memory import ROTARY_BYTES, Activations
 from megatron_llama.model.plan.chunks import Granularity
+from megatron_llama.model.plan.dispatch import Load, largest_load, load_of
 from megatron_llama.model.plan.experts import is_sparse, sparse_layers
 from megatron_llama.model.plan.router_losses import NONE
 from megatron_llama.model.windows import chunk_of
@@ -23,6 +25,8 @@ INDEX_BYTES = 8
 """The number of an expert, or of a row."""
 END_BYTES = 4
 """The number of the row behind an expert's last."""
+ELSEWHERE_BYTES = 1
+"""Whether a place of a table has no row."""
 
 
 def expert_activations(config: Config) -> Callable[..., ExpertActivations]:
@@ -32,6 +36,8 @@ def expert_activations(config: Config) -> Callable[..., ExpertActivations]:
     return partial(
         ExpertActivations,
         ep=config.parallel.expert_model_parallel_size,
+        load=load_of(config, largest_load),
+        exchanges=config.parallel.exchanges_tokens,
         has_balance=training.moe_router_load_balancing_type != NONE,
         has_z_loss=training.moe_z_loss_coeff > 0,
     )
@@ -44,6 +50,10 @@ class ExpertActivations(Activations):
 
     ep: int = 1
     """Ranks that divide the experts."""
+    load: Load = field(kw_only=True)
+    """What one of these ranks has, for the most uneven choice."""
+    exchanges: bool = False
+    """Whether a token travels only to ranks that have some of its experts."""
     has_balance: bool = False
     has_z_loss: bool = False
     """Which losses of routers are trained."""
@@ -73,20 +83,15 @@ class ExpertActivations(Activations):
         return dense + sparse * self._postponed_sparse_block(granularity)
 
     @property
-    def _rows(self) -> int:
-        """Rows of all experts of this rank."""
-        most = min(self.model.num_experts_per_tok, self.model.num_experts // self.ep)
-        return self.ep * self._residual_tokens * most
-
-    @property
-    def expert_rows(self) -> int:
-        """Rows that all experts of this rank have room for."""
-        return self._rows
+    def _received(self) -> int:
+        """Bytes of the tokens of all ranks that come to this one, as many as its own without
+        others."""
+        return self.load.received * self.model.hidden_size * self.itemsize
 
     @property
     def _width(self) -> int:
         """Bytes of an expert's inner activation, of all rows."""
-        return self._rows * self.model.moe_intermediate_size * self.itemsize
+        return self.load.rows * self.model.moe_intermediate_size * self.itemsize
 
     @property
     def _shared(self) -> int:
@@ -107,11 +112,14 @@ class ExpertActivations(Activations):
     @property
     def _routing(self) -> int:
         """The experts of each token, their weights, and the probabilities of all; the experts and
-        weights of the tokens of all ranks, where these divide the experts. Losses of routers keep a
-        factor of each expert for each sequence, and the logarithm of the softmax's denominator of
-        each token."""
-        tables = 1 if self.ep == 1 else 1 + self.ep
-        choice = tables * self._places * (INDEX_BYTES + self.fp32_itemsize) + self._logits
+        weights of the tokens that come from all ranks, where these divide the experts, and the
+        order in which tokens are sent. Losses of routers keep a factor of each expert for each
+        sequence, and the logarithm of the softmax's denominator of each token."""
+        places = self._places
+        if self.ep > 1:
+            places += self.load.received * self.model.num_experts_per_tok
+        choice = places * (INDEX_BYTES + self.fp32_itemsize) + self._logits
+        choice += self.exchanges * self._places * (INDEX_BYTES + ELSEWHERE_BYTES)
         losses = self.has_balance * self.micro_batch_size * self.model.num_experts
         losses += self.has_z_loss * self._residual_tokens
         return choice + losses * self.fp32_itemsize
@@ -125,7 +133,9 @@ class ExpertActivations(Activations):
         # The output of the first product is computed again where activations are; that of the
         # shared expert is kept, as a dense block's.
         others += (2 if granularity == "selective" else 3) * self._shared
-        return others + self._routing + (2 * self._width if granularity == "none" else 0)
+        if granularity == "none":
+            others += 2 * self._width + (self._received if self.exchanges else 0)
+        return others + self._routing
 
     def _postponed_sparse_block(self, granularity: Granularity) -> int:
         """Return one block with experts between BACKWARD_INPUT and BACKWARD_WEIGHT: of attention
@@ -135,14 +145,14 @@ class ExpertActivations(Activations):
         others = self.postponed_block(granularity) - inner
         # The gradient of the output is that of this rank's part of the tokens.
         others -= (self.tokens - self._residual_tokens) * self.model.hidden_size * self.itemsize
-        order = self.ep * self._places * INDEX_BYTES
-        order += self.model.num_experts // self.ep * END_BYTES
+        places = self.load.received * self.model.num_experts_per_tok
+        order = places * INDEX_BYTES + self.model.num_experts // self.ep * END_BYTES
         if self.ep > 1:
             # Which experts are elsewhere, and the gradients of the outputs of all ranks' tokens.
-            order += self.ep * self._places + (self.ep - 1) * self.hidden
-            if granularity == "selective":
-                # Gathered once for the repeated product and the weight gradient.
-                order += self.ep * self.hidden
+            order += places * ELSEWHERE_BYTES + self._received - self.hidden
+            if granularity == "selective" or self.exchanges or self.model.moe_apply_probs_on_input:
+                # These tokens: kept, or sent once for several uses.
+                order += self._received
         others += (4 if granularity == "selective" else 3) * self._shared
         return others + self._logits + 3 * self._width + order
 
@@ -151,12 +161,13 @@ class ExpertActivations(Activations):
         there is one, or of one with experts, whichever has more. In that of the latter the
         gradients and both factors of each product exist at once."""
         width = self._width
-        hidden = self._rows * self.model.hidden_size * self.itemsize
+        hidden = self.load.rows * self.model.hidden_size * self.itemsize
         # In fp32: products by which weights have their gradients, and sums over the experts.
         wide = width // self.itemsize * self.fp32_itemsize
-        sums = 2 * self.ep * self.hidden // self.itemsize * self.fp32_itemsize
-        # Gathered tokens, gradients of their outputs and of themselves.
-        gathered = 3 * self.ep * self.hidden if self.ep > 1 else 0
+        sums = 2 * self._received // self.itemsize * self.fp32_itemsize
+        # Tokens of all ranks, gradients of their outputs and of themselves. Of those that are
+        # exchanged the first are kept, or are among what is made again.
+        gathered = (2 if self.exchanges else 3) * self._received if self.ep > 1 else 0
         again = self.sparse_block("none") - self.sparse_block(recomputed)
         # Before that, a host copies both factors of a product of two dtypes to fp32.
         experts = (

@@ -105,8 +105,9 @@ def _by_axis(config: Config, world: int, pipeline_rank: int) -> Iterator[Communi
     tied = has_tied_head(model) and not partition.first_and_last_share_rank
     heads = parallel.head_ranks
     ep = parallel.expert_model_parallel_size
-    # An exchange of sequence for heads connects each rank to each.
+    # An exchange of sequence for heads connects each rank to each, and so does one of tokens.
     ends = {"cp" if heads == cp else "cp_heads": 2 * (heads - 1), "cp_keys": 2}
+    ends["ep"] = 2 * (ep - 1) if parallel.exchanges_tokens else 0
     ends.setdefault("cp", 2 if parallel.cp_comm_type == "ring" else 0)
     yield Communicators("world", world, SCALARS, collective=True, links=0)
     sizes = {

@@ -123,7 +123,8 @@ def _layout(config: Config, world_size: int, dp: int) -> str:
     parallel = config.parallel
     sequence = ", sequence parallel" if parallel.sequence_parallel else ""
     ep = parallel.expert_model_parallel_size
-    experts = f" (ep {ep})" if ep > 1 else ""
+    sending = " alltoall" if parallel.exchanges_tokens else ""
+    experts = f" (ep {ep}{sending})" if ep > 1 else ""
     groups = " x ".join(map(str, parallel.hierarchical_context_parallel_sizes))
     heads = f" ({' '.join(filter(None, (parallel.cp_comm_type, groups)))})"
     return (

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_llama.cli import main
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.engine.mesh import Mesh
+from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError
 from megatron_llama.launch.launcher import Place
 from megatron_llama.metrics.flops import flops_per_token
@@ -96,6 +98,7 @@ def test_options_are_those_of_transformers(options: dict[str, Any], sparse: list
 TP2 = {"tensor_model_parallel_size": 2}
 SPLIT = {**TP2, "sequence_parallel": True}
 EP2 = {"expert_model_parallel_size": 2}
+ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
 
 
 @over_cases
@@ -125,13 +128,12 @@ EP2 = {"expert_model_parallel_size": 2}
         ({**CHUNKS, "layer_types": ("full_attention",) * 4}, "full_attention, expected chunked_attention for some of them"),
         ({"model_type": "llama"}, "--num-experts: got 6, expected 0, as in the config.json of a LlamaForCausalLM"),
         ({**CHUNKS, "moe_z_loss_coeff": 0.01}, "--moe-z-loss-coeff: got 0.01, expected none of them: they are of the softmax of a router"),
-        ({**CHUNKS, **EP2}, "got 2 with --moe-apply-probs-on-input (LLaMA 4), expected 1: nothing shows that it is right for weights of inputs"),
         ({"expert_model_parallel_size": 4}, "--expert-model-parallel-size: got 4, expected a divisor of num_experts 6"),
         ({"expert_model_parallel_size": 3}, "--expert-model-parallel-size: got 3, expected a divisor of the 2 data-parallel ranks"),
         ({**EP2, "data_parallel_shard_size": 1}, "--expert-model-parallel-size: got 2 with --data-parallel-shard-size 1, expected 0"),
         ({**EP2, "optimizer_offload": "exact"}, "--expert-model-parallel-size: got 2 with --optimizer-offload exact, expected none"),
         ({**EP2, "expert_tensor_parallel_size": 2}, "expected 1"),
-        ({**EP2, "moe_token_dispatcher_type": "alltoall"}, "expected allgather"),
+        ({**EP2, **ALLTOALL, "cuda_graph_scope": "block"}, "got 2 with --moe-token-dispatcher-type alltoall and --cuda-graph-scope block, expected none"),
         ({**EP2, "model_type": "llama", **dict.fromkeys(GIVEN)}, "--expert-model-parallel-size: got 2, expected 1 for a model without experts"),
     ],
 )
@@ -139,6 +141,19 @@ def test_what_is_not_written_for_experts_is_refused_by_name(options: dict[str, o
     with pytest.raises(ConfigError) as error:
         resolved(2, **options)
     assert says in str(error.value)
+
+
+def test_what_is_exchanged_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 4,096 tokens 2,734 need a rank of eight: none of its 16 of 128 experts is among eight drawn with the chance 112/128 x 111/127 x ..."""
+    sizes = ["--seq-length", "4096", "--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "1", "--bf16"]
+    divided = ["--expert-model-parallel-size", "8", "--moe-token-dispatcher-type", "alltoall", "--recompute-granularity", "selective"]
+    assert main(["pretrain", "--model", "qwen3-30b-a3b", *sizes, *divided, "--world-size", "8", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    rows = 8 * 2734
+    forward, backward = rows * (2 * 4096 + 2 * 8 * 4) + 128, rows * (3 * 4096 + 8 * 4)
+    assert "(ep 8 alltoall)" in printed
+    line = f"of each microbatch: forward 4 messages, {sized(forward)}; backward 4, {sized(backward)}, if experts are equally loaded; at most"
+    assert f"  over ep       in a block with experts, {line}" in printed
 
 
 def test_flops_are_those_of_the_experts_of_a_token() -> None:

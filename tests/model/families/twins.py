@@ -211,6 +211,8 @@ DIVIDED = [
     Layout(pp=2, dp=2, ep=2, tp=2, sp=True, microbatches=4, schedule="1f1b", strategy="optim_grads_params"),
 ]
 """Of experts that ranks divide among them: the four strategies, and each other axis."""
+EXCHANGED = [replace(layout, exchange=True) for layout in (DIVIDED[0], *DIVIDED[3:])]
+"""The same with tokens that travel only to ranks that have some of their experts."""
 DRAWN = 10
 
 
@@ -219,7 +221,7 @@ def family_layouts(family: str) -> list[FamilyLayout]:
     pool = [layout for layout in draw() if layout.layers == SIZES["num_hidden_layers"] and layout.world_size > 1]
     chosen = FIXED + random.Random(family).sample(pool, DRAWN)
     model = TWINS[family].ours
-    chosen += DIVIDED if model.num_experts and not model.moe_apply_probs_on_input else []
+    chosen += [*DIVIDED, *EXCHANGED] if model.num_experts else []
     plain = {"kv_heads": Layout().kv_heads, "tied": False, "documents": False, "steps": STEPS}
     return [FamilyLayout(**(asdict(layout) | plain | {"offload": layout.offload, "family": family})) for layout in chosen]
 
@@ -227,6 +229,7 @@ def family_layouts(family: str) -> list[FamilyLayout]:
 ROUTED = [
     Layout(tp=2, cp=2, sp=True, cp_comm="ring", microbatches=2, recompute="full"),
     Layout(tp=2, dp=2, ep=2, sp=True, strategy="optim_grads_params", microbatches=2, recompute="selective"),
+    Layout(pp=2, dp=2, ep=2, exchange=True, strategy="optim", microbatches=2, schedule="zb-h1"),
     Layout(pp=2, virtual=2, dp=2, strategy="optim_grads", microbatches=2, schedule="zb-v"),
     Layout(tp=2, pp=2, sp=True, microbatches=4, schedule="zb-h1", recompute="full"),
 ]

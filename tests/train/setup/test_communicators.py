@@ -25,11 +25,12 @@ from tests.launch.test_mesh import AXES, Case
 OF_A_RING = 2 * (SIMPLE + LOW_LATENCY + LOW_LATENCY_128)
 SHARED = Case(dp=8, strategy="optim_grads_params").config
 DIVIDED = replace(SHARED, parallel=replace(SHARED.parallel, expert_model_parallel_size=2))
+EXCHANGED = replace(DIVIDED, parallel=replace(DIVIDED.parallel, expert_model_parallel_size=4, moe_token_dispatcher_type="alltoall"))
 TWO_LEVELS = replace(SHARED, parallel=replace(SHARED.parallel, data_parallel_shard_size=4))
 BY_HEADS = [(spread(Case(cp=4, tp=2).config, comm), 8, 1) for comm in ("a2a", "a2a+p2p")]
 
 
-@pytest.mark.parametrize(("config", "world", "pp"), [*((case.config, case.world_size, case.pp) for case in GRIDS), (SHARED, 8, 1), (TWO_LEVELS, 8, 1), (DIVIDED, 8, 1), *BY_HEADS])
+@pytest.mark.parametrize(("config", "world", "pp"), [*((case.config, case.world_size, case.pp) for case in GRIDS), (SHARED, 8, 1), (TWO_LEVELS, 8, 1), (DIVIDED, 8, 1), (EXCHANGED, 8, 1), *BY_HEADS])
 def test_the_plan_has_what_the_mesh_makes(config: Config, world: int, pp: int) -> None:
     """Group for group on every pipeline rank, with as many pairs as its links."""
     for rank in range(0, world, world // pp):
@@ -42,12 +43,13 @@ def test_the_plan_has_what_the_mesh_makes(config: Config, world: int, pp: int) -
         for axis in (mesh.ep, *(() if mesh.experts is None else mesh.experts.all)):
             if axis is not None and axis.group is not None:
                 groups.setdefault(axis.group, (axis.name, axis.size))
+        names = {group_of(axis).group_name: axis.name for axis in (mesh.cp, mesh.cp_heads, mesh.ep) if axis is not None and axis.size > 1}
         planned = communicators(config, world, mesh.pp.rank)
         assert {axis.axis: axis.ranks for axis in planned} == {"world": world, **dict(groups.values())}
         # Before an exchange a rank has met each other one, both ways.
-        exchanging = {axis.axis: axis.links for axis in planned if axis.axis in ("cp", "cp_heads")}
+        exchanging = {axis.axis: axis.links for axis in planned if axis.axis in ("cp", "cp_heads", "ep")}
         for use in (use for use in asked.uses if use.operation == "all_to_all"):
-            assert exchanging[groups[mesh.cp_heads.group][0]] == 2 * (len(use.ranks) - 1)
+            assert exchanging[names[use.group]] == 2 * (len(use.ranks) - 1)
         messages = {(use.group, frozenset(use.ranks)) for use in asked.uses if use.operation == "message"}
         for axis in planned:
             if not axis.collective:

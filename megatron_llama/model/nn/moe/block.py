@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -41,13 +42,15 @@ class Experts(nn.Module):
     those of this rank of ``ep``."""
 
     def __init__(
-        self, config: ModelConfig, options: StageOptions, ep: Axis | None, *, recompute: bool
+        self, config: ModelConfig, options: StageOptions, mesh: Mesh, *, recompute: bool
     ) -> None:
         super().__init__()
-        self.ep = ep
         self.gate = options.ops.gate(config.hidden_act)
         self.recompute = recompute
         self.on_input = config.moe_apply_probs_on_input
+        ep = mesh.ep
+        self.send: Callable[..., Tensor] = expert_mlp if ep is None else _sending(mesh, ep)
+        """Sends tokens through their experts."""
         count = config.num_experts // (1 if ep is None else ep.size)
         inner = config.moe_intermediate_size
         self.gate_up_proj = empty_weight(2 * count * inner, config.hidden_size)
@@ -55,18 +58,28 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor | Recomputable, routing: Routing) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
-        given = (x, routing, self.gate_up_proj, self.down_proj, self.gate)
-        if self.ep is None:
-            return expert_mlp(*given, recompute=self.recompute, on_input=self.on_input)
-        from megatron_llama.model.nn.moe.dispatch import dispatched_mlp  # which few runs need
+        weights = self.gate_up_proj, self.down_proj
+        return self.send(
+            x, routing, *weights, self.gate, recompute=self.recompute, on_input=self.on_input
+        )
 
-        return dispatched_mlp(*given, self.ep, recompute=self.recompute)
+
+def _sending(mesh: Mesh, ep: Axis) -> Callable[..., Tensor]:
+    """Return ``expert_mlp`` for experts that the ranks of ``ep`` divide among them."""
+    # Few runs need one of these modules.
+    if mesh.exchanges_tokens:
+        from megatron_llama.model.nn.moe.exchange import exchanged_mlp
+
+        return partial(exchanged_mlp, ep=ep)
+    from megatron_llama.model.nn.moe.dispatch import dispatched_mlp
+
+    return partial(dispatched_mlp, ep=ep)
 
 
 class MoE(nn.Module):
     """Each token through some of the experts, as its router chooses. Along tp without
     communication: with sequence parallelism every rank has whole experts, and its own part of the
-    tokens. Along ep tokens travel to their experts (``dispatch.py``).
+    tokens. Along ep tokens travel to their experts (``dispatch.py``, ``exchange.py``).
 
     With ``recompute``, all between the norm before it and its output is made again in backward."""
 
@@ -75,7 +88,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.gate = Gate(config)
-        self.experts = Experts(config, options, mesh.ep, recompute=recompute)
+        self.experts = Experts(config, options, mesh, recompute=recompute)
         self.router_losses: Callable[[Routing, int], Routing] | None = None
         """Adds the choices for b sequences to the losses of a run (``balance.py``), if it has
         some."""

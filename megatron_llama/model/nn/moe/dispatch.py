@@ -43,6 +43,7 @@ def dispatched_mlp(
     ep: Axis,
     *,
     recompute: bool = False,
+    on_input: bool = False,
 ) -> Tensor:
     """Send x [..., h] through the experts of each token, which are those of all ranks of ``ep``:
     [..., h]. The weights are those of the experts of this rank; see ``expert_mlp``. Collective:
@@ -68,7 +69,9 @@ def dispatched_mlp(
         down,
         gate,
         recompute=recompute,
-        divided=True,
+        # The experts of a token differ, so it has at most so many here.
+        most=len(experts) * min(experts.shape[1], count),
+        on_input=on_input,
     )
     return scatter_sequence(out, ep).view(value.shape)
 

@@ -25,9 +25,9 @@ class _ExpertMLP(torch.autograd.Function):
     product. Sorting, gathered rows and activation are repeated in backward.
 
     ``recompute``: the first product is repeated, too, and its output not kept. ``source``: kept in
-    place of the input, to make it again; None: the input itself is kept. ``divided``: other ranks
-    have experts too (``sorted_rows``), and the input is made again by a message. ``on_input``: the
-    weights of a token's experts multiply their inputs, not their outputs."""
+    place of the input, to make it again; None: the input itself is kept. ``most``: other ranks have
+    experts too (``sorted_rows``), and a source makes the input again by a message. ``on_input``:
+    the weights of a token's experts multiply their inputs, not their outputs."""
 
     @staticmethod
     def forward(
@@ -40,12 +40,12 @@ class _ExpertMLP(torch.autograd.Function):
         gate: Gate,
         recompute: bool,
         source: Recomputable | None,
-        divided: bool,
+        most: int | None,
         on_input: bool,
     ) -> Tensor:
         tokens = rows(x)
         count = len(down) // tokens.shape[1]
-        groups = sorted_rows(experts, count, x.dtype, divided=divided)
+        groups = sorted_rows(experts, count, x.dtype, most=most)
         first_read = wait_unsharded(gate_up)
         inputs = groups.gather(tokens)
         if on_input:
@@ -65,7 +65,7 @@ class _ExpertMLP(torch.autograd.Function):
         ctx.count = count
         ctx.gate = gate
         ctx.recompute = recompute
-        ctx.divided = divided
+        ctx.most = most
         ctx.on_input = on_input
         return groups.sum(out, None if on_input else weights).view(x.shape)
 
@@ -75,14 +75,20 @@ class _ExpertMLP(torch.autograd.Function):
         first_read, second_read = ctx.reads
         needs_x, _, needs_weights, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
         both = None if ctx.recompute else kept.pop(0)
-        groups = sorted_rows(experts, ctx.count, grad.dtype, divided=ctx.divided)
+        groups = sorted_rows(experts, ctx.count, grad.dtype, most=ctx.most)
         # Detached: a weight gradient that is postponed must not keep the graph below its input.
         sources = [source.detach() for source in kept]
         make_input = ctx.make_input
-        made: Tensor | None = None
-
         row_weights = groups.of_rows(weights)
         on_input = ctx.on_input
+        made: Tensor | None = None
+        if both is None:
+            first_read.check()
+        if ctx.most is not None and make_input is not None:
+            uses = (both is None, needs_gate_up, on_input and needs_weights)
+            if sum(uses) > 1:
+                # One message for all. Without messages making it again takes less memory.
+                made = make_input(*sources)
 
         def plain_rows() -> Tensor:
             if made is not None:
@@ -96,10 +102,6 @@ class _ExpertMLP(torch.autograd.Function):
         input_rows = weighted_rows if on_input else plain_rows
 
         if both is None:
-            first_read.check()
-            if ctx.divided:
-                # One message for both uses. Without messages making it twice takes less memory.
-                made = make_input(*sources)
             both = grouped.linear(input_rows(), by_expert(gate_up, ctx.count), groups)
         active = ctx.gate.forward(both)
         out_grad = rows(grad)
@@ -180,7 +182,7 @@ def expert_mlp(
     gate: Gate,
     *,
     recompute: bool = False,
-    divided: bool = False,
+    most: int | None = None,
     on_input: bool = False,
 ) -> Tensor:
     """Send x [..., h] through the experts of each token, and sum their outputs by the weights of
@@ -188,11 +190,11 @@ def expert_mlp(
 
     ``gate_up`` [E * 2I, h] has of each expert the rows of its gate, then those of up; ``down``
     [E * h, I] those of its output. With ``recompute`` backward computes all again from x.
-    ``divided``: the weights are those of some experts, and the number E in the table stands for all
-    others, which add nothing (``dispatch.py``)."""
+    ``most``: the weights are those of some experts, which have at most so many rows, and the number
+    E in the table stands for all others, which add nothing (``dispatch.py``)."""
     value, source = (x.value, x) if isinstance(x, Recomputable) else (x, None)
     out = _ExpertMLP.apply(  # type: ignore[no-untyped-call]
         *(value, routing.experts, routing.weights, gate_up, down, gate, recompute, source),
-        *(divided, on_input),
+        *(most, on_input),
     )
     return cast(Tensor, out)

@@ -26,22 +26,16 @@ from megatron_llama.engine.tensors import at_least_fp32
 
 
 @dataclass(frozen=True)
-class ExpertRows:
-    """The rows of t tokens with k experts each, sorted by expert; those of one expert are in the
-    order of the tokens."""
+class TokenRows:
+    """Rows of t tokens, which are sent to up to k places each."""
 
     per_token: int
-    """Experts of each token, k."""
+    """Places of each token, k."""
     order: Tensor
-    """[n] int64: of each row, its place in the table [t, k] of experts; n is t * k, or less where a
-    token cannot have so many of the experts that are here."""
-    ends: Tensor
-    """[E] int32: the end of each expert's rows."""
-    sizes: tuple[int, ...] | None
-    """Numbers of each expert's rows, where the host has to know them."""
-    elsewhere: Tensor | None = None
-    """[t, k] bool: the places of the table whose experts other ranks have. They have no row here,
-    and rows behind those of the last expert hold anything. None: all experts are here."""
+    """[n] int64: of each row, its place in the table [t, k]; n is t * k, or less where places of
+    the table have no row."""
+    elsewhere: Tensor | None
+    """[t, k] bool: the places of the table that have no row. None: all have one."""
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows [n, h] of tokens x [t, h]."""
@@ -83,22 +77,32 @@ class ExpertRows:
         return places.scatter_(0, self.order, rows)
 
 
+@dataclass(frozen=True)
+class ExpertRows(TokenRows):
+    """The rows of t tokens with k experts each, sorted by expert; those of one expert are in the
+    order of the tokens. Experts of other ranks have no rows here, and rows behind those of the last
+    expert hold anything."""
+
+    ends: Tensor
+    """[E] int32: the end of each expert's rows."""
+    sizes: tuple[int, ...] | None
+    """Numbers of each expert's rows, where the host has to know them."""
+
+
 def sorted_rows(
-    experts: Tensor, count: int, dtype: torch.dtype, *, divided: bool = False
+    experts: Tensor, count: int, dtype: torch.dtype, *, most: int | None = None
 ) -> ExpertRows:
     """Sort the rows of a table of experts [t, k], of ``count`` experts that multiply in this
-    dtype. ``divided``: other ranks have experts too, for all of which the number ``count``
-    stands."""
+    dtype. ``most``: other ranks have experts too, for all of which the number ``count`` stands, and
+    those here have at most so many rows."""
     keys, order = torch.sort(experts.flatten(), stable=True)
     ends = expert_ends(keys, count)
-    tokens, chosen = experts.shape
     elsewhere = None
-    if divided:
-        # The experts of a token differ, so it has at most so many here.
-        order = order[: tokens * min(chosen, count)]
+    if most is not None:
+        order = order[:most]
         elsewhere = experts == count
     sizes = None if waits_for_nothing(experts, dtype) else _sizes(ends, len(order))
-    return ExpertRows(chosen, order, ends, sizes, elsewhere)
+    return ExpertRows(experts.shape[1], order, elsewhere, ends, sizes)
 
 
 def expert_ends(keys: Tensor, count: int) -> Tensor:

@@ -328,14 +328,7 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
         f"{traffic.reductions} {verb}{gathers}{own_messages} and sends {sized(round(traffic.sent))}"
     )
     if config.parallel.expert_model_parallel_size > 1:
-        from megatron_llama.model.plan.dispatch import dispatch_messages  # of few models
-
-        sent = dispatch_messages(config)
-        yield (
-            f"  over ep       in a block with experts, of each microbatch: forward {sent.forward} "
-            f"messages, {sized(sent.forward_bytes)}; backward {sent.backward}, "
-            f"{sized(sent.backward_bytes)}"
-        )
+        yield from _dispatch_report(plan)
     if config.parallel.tensor_model_parallel_size > 1:
         pieces = chosen_pieces(config)
         where = "in a block in FP8" if gathers_codes(config) else "in a block"
@@ -406,6 +399,38 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
         f"  peak          {sized(peak)} of activations with {plan.in_flight(rank):g} "
         f"microbatches in flight, {granularity}{some}; "
         f"with the state {sized(plan.state(rank) + peak)}"
+    )
+
+
+def _dispatch_report(plan: MemoryPlan) -> Iterator[str]:
+    """Yield lines about the tokens that ranks which divide experts send each other."""
+    from megatron_llama.model.plan.dispatch import dispatch_messages, largest_load, load_of
+
+    config = plan.config
+    granularity = config.parallel.recompute_granularity
+    recomputed = granularity == "selective" and plan.recompute_layers() > 0
+    sent = dispatch_messages(config, recomputed=recomputed)
+    line = (
+        f"  over ep       in a block with experts, of each microbatch: forward {sent.forward} "
+        f"messages, {sized(sent.forward_bytes)}; backward {sent.backward}, "
+        f"{sized(sent.backward_bytes)}"
+    )
+    if not config.parallel.exchanges_tokens:
+        yield line
+        return
+    most = dispatch_messages(config, load_of(config, largest_load), recomputed=recomputed)
+    yield (
+        f"{line}, if experts are equally loaded; at most {sized(most.forward_bytes)} and "
+        f"{sized(most.backward_bytes)}"
+    )
+    from megatron_llama.model.plan.expert_memory import ExpertActivations
+
+    assert isinstance(plan.shape, ExpertActivations)
+    equal = replace(plan.shape, load=load_of(config)).sparse_block("none")
+    yield (
+        "                memory is counted for the most uneven choice, all tokens to the experts "
+        f"of one rank: {sized(plan.shape.sparse_block('none'))} of activations in such a block, "
+        f"{sized(equal)} if experts are equally loaded"
     )
 
 

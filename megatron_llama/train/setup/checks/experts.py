@@ -56,11 +56,12 @@ def division_problems(config: Config, dp: int) -> Iterator[str]:
             do=f"choose {nearest_divisors(dp, ep)}, or start processes for a multiple of {ep} "
             "data-parallel ranks",
         )
+    graphs = config.training.cuda_graph_scope
     excluded = (
         (
-            config.model.moe_apply_probs_on_input,
-            "--moe-apply-probs-on-input (LLaMA 4)",
-            "1: nothing shows that it is right for weights of inputs",
+            parallel.exchanges_tokens and graphs != "none",
+            f"--moe-token-dispatcher-type alltoall and --cuda-graph-scope {graphs}",
+            "none of it: the host waits for the numbers of tokens, which no graph captures",
         ),
         (
             parallel.data_parallel_shard_size > 0,

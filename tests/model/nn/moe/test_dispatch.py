@@ -10,6 +10,8 @@ from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.launch.launcher import Place
 from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.nn.moe.dispatch import dispatched_mlp
+from megatron_llama.model.nn.moe.exchange import exchanged_mlp
+from megatron_llama.model.nn.moe.experts import expert_mlp
 from megatron_llama.model.nn.moe.routing import Router, route
 from megatron_llama.model.nn.ops import PLAIN
 from megatron_llama.model.nn.recompute import Recomputable
@@ -20,6 +22,7 @@ from tests.model.nn.moe.reference import Sizes, block, chosen
 from tests.model.nn.moe.test_experts import EXACT, leaves, near
 
 Choice = Literal["drawn", "the first experts", "the last experts"]
+SENDING = {"allgather": dispatched_mlp, "alltoall": exchanged_mlp}
 CASES: dict[str, tuple[int, Sizes, Choice]] = {
     "usual": (2, Sizes(12, 6, 2, 16, 12), "drawn"),
     "fewer experts here than a token has": (4, Sizes(12, 4, 3, 8, 6), "drawn"),
@@ -40,7 +43,9 @@ def drawn(sizes: Sizes, choice: Choice, dtype: torch.dtype) -> tuple[Tensor, ...
     return found
 
 
-def of_a_rank(place: Place, sizes: Sizes, choice: Choice, dtype: torch.dtype, recompute: bool) -> list[Tensor]:
+def of_a_rank(
+    place: Place, way: str, sizes: Sizes, choice: Choice, dtype: torch.dtype, recompute: bool, rule: Router, on_input: bool = False
+) -> list[Tensor]:
     """Output and gradients of this rank: of its tokens, of the router through these, and of its experts."""
     config = Config(parallel=ParallelConfig(expert_model_parallel_size=place.world_size))
     ep = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu")).ep
@@ -50,8 +55,8 @@ def of_a_rank(place: Place, sizes: Sizes, choice: Choice, dtype: torch.dtype, re
     given: Tensor | Recomputable = x
     if recompute:
         given = Recomputable(x * 1.0, lambda source: source * 1.0, (x,))
-    routing = route(given, router, Router(sizes.top_k, normalize=sizes.top_k > 1))
-    out = dispatched_mlp(given, routing, gate_up, down, PLAIN.gate("silu"), ep, recompute=recompute)
+    routing = route(given, router, rule)
+    out = SENDING[way](given, routing, gate_up, down, PLAIN.gate("silu"), ep, recompute=recompute, on_input=on_input)
     out.backward(drawn(sizes, choice, dtype)[-1].chunk(ep.size)[ep.rank])
     assert out.dtype is dtype
     return [out.detach(), *(leaf.grad for leaf in (x, router, gate_up, down) if leaf.grad is not None)]
@@ -60,10 +65,11 @@ def of_a_rank(place: Place, sizes: Sizes, choice: Choice, dtype: torch.dtype, re
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_as_a_loop_over_all_tokens_and_experts(case: str, dtype: torch.dtype, recompute: bool, cluster: Cluster) -> None:
-    """Outputs and gradients, of experts without tokens too."""
+@pytest.mark.parametrize("way", SENDING)
+def test_as_a_loop_over_all_tokens_and_experts(way: str, case: str, dtype: torch.dtype, recompute: bool, cluster: Cluster) -> None:
+    """Outputs and gradients, of experts without tokens too, and of ranks to which no token comes."""
     ranks, sizes, choice = CASES[case]
-    found = cluster.run(ranks, of_a_rank, sizes, choice, dtype, recompute)
+    found = cluster.run(ranks, of_a_rank, way, sizes, choice, dtype, recompute, Router(sizes.top_k, normalize=sizes.top_k > 1))
     assert all(len(own) == 5 for own in found)
     wide = leaves(drawn(sizes, choice, dtype), torch.float64)
     experts = chosen(wide[0].flatten(0, -2) @ wide[1].t(), sizes.top_k)
@@ -79,3 +85,18 @@ def test_as_a_loop_over_all_tokens_and_experts(case: str, dtype: torch.dtype, re
         assert near(torch.cat(parts), torch.zeros_like(reference) if reference.grad is None else reference.grad, bound)
     assert wide[1].grad is not None
     assert near(torch.stack(router).sum(0), wide[1].grad, bound if sizes.top_k > 1 else 2 * bound)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("way", SENDING)
+def test_weights_on_inputs_as_with_all_experts(way: str, recompute: bool, cluster: Cluster) -> None:
+    """Those of LLaMA 4, whose gradients come through the inputs: with two experts of a token, some of which are on one rank."""
+    sizes, rule = Sizes(12, 6, 2, 16, 12), Router(2, normalize=False, score="sigmoid")
+    found = cluster.run(2, of_a_rank, way, sizes, "drawn", torch.float64, recompute, rule, True)
+    wide = leaves(drawn(sizes, "drawn", torch.float64))
+    expected = expert_mlp(wide[0], route(wide[0], wide[1], rule), *wide[2:], PLAIN.gate("silu"), on_input=True)
+    expected.backward(drawn(sizes, "drawn", torch.float64)[-1])
+    out, x, router, gate_up, down = zip(*found, strict=True)
+    for parts, reference in ((out, expected), (x, wide[0].grad), (gate_up, wide[2].grad), (down, wide[3].grad)):
+        assert reference is not None and near(torch.cat(parts), reference, EXACT[torch.float64])
+    assert wide[1].grad is not None and near(torch.stack(router).sum(0), wide[1].grad, EXACT[torch.float64])

@@ -400,7 +400,7 @@ def test_layouts_that_torchs_grouped_product_takes(monkeypatch: pytest.MonkeyPat
         def empty(*shape: int) -> Tensor:
             return torch.empty(*shape, dtype=torch.bfloat16, device="cuda")
 
-        groups = ExpertRows(2, empty(40).long(), empty(6).int(), None)
+        groups = ExpertRows(2, empty(40).long(), None, empty(6).int(), None)
         weights = rows.by_expert(empty(6 * 24, 16), 6)
         assert rows.linear(empty(40, 16), weights, groups).shape == (40, 24)
         assert rows.linear_backward(empty(40, 24), weights, groups).shape == (40, 16)
