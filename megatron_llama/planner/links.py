@@ -104,14 +104,17 @@ def rank_groups(job: TrainingJob, fit: Coefficients) -> RankGroups:
         shards=rank_group(machine, shards, job.tp, fit),
         replicas=rank_group(machine, data // shards, job.tp * shards, fit),
         ep=rank_group(machine, job.ep, job.tp * job.cp, fit),
-        expert_shards=_same_experts(job, expert_shards, fit),
-        expert_replicas=_same_experts(job, max(1, data // job.ep // expert_shards), fit),
+        expert_shards=_same_experts(job, expert_shards, 1, fit),
+        expert_replicas=_same_experts(
+            job, max(1, data // job.ep // expert_shards), expert_shards, fit
+        ),
         pp=rank_group(machine, 2, job.tp * data, fit),
     )
 
 
-def _same_experts(job: TrainingJob, size: int, fit: Coefficients) -> RankGroup:
-    """Return the group of ``size`` ranks that hold the same experts: those of cp, which are
-    neighbours, of every ``ep``-th data-parallel rank."""
-    beside = max(1, min(job.cp, size, job.machine.domain // job.tp))
-    return rank_group(job.machine, size, job.tp * job.ep, fit, least=beside)
+def _same_experts(job: TrainingJob, size: int, apart: int, fit: Coefficients) -> RankGroup:
+    """Return the group of ``size`` of the ranks that hold the same experts: every ``apart``-th of
+    them. They are those of cp, which are neighbours, of every ``ep``-th data-parallel rank."""
+    beside = max(1, min(job.cp, job.machine.domain // job.tp) // apart)
+    stride = job.tp * job.ep * apart
+    return rank_group(job.machine, size, stride, fit, least=min(size, beside))

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
+from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
 from megatron_llama.engine.offload_options import EXACT, NONE
 from megatron_llama.engine.plan.buckets import strategy_named
 from megatron_llama.engine.plan.head_exchange import exchanged_heads, sent_key_heads
 from megatron_llama.engine.plan.specs import ParamSpec
 from megatron_llama.engine.plan.zenflow import longest_window, sends_fp32
+from megatron_llama.errors import ConfigError
 from megatron_llama.model.plan.fp8 import (
     NO_SCALES,
     ScaleMessages,
@@ -379,7 +381,15 @@ class TrainingJob:
 
 
 def job_of(config: Config, machine: Machine) -> TrainingJob:
-    """Return the work of a step of this trainer with a resolved configuration."""
+    """Return the work of a step of this trainer with a resolved configuration. Raises ConfigError
+    for experts in FP8."""
+    if config.model.num_experts and config.training.fp8 != "none":
+        raise ConfigError(
+            flag("fp8"),
+            got=f"{config.training.fp8} for a model with {flag('num_experts')}",
+            expected="none: the planner knows no messages and codes of experts in FP8",
+            do="plan without it; pretrain --dry-run counts the memory of a layout",
+        )
     parallel = config.parallel
     training = config.training
     model = config.model

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from megatron_llama.cli import main
+from megatron_llama.errors import ConfigError
 from megatron_llama.metrics.flops import flops_per_token
 from megatron_llama.model.plan.dispatch import dispatch_messages
 from megatron_llama.planner.candidate import Candidate
@@ -189,3 +190,9 @@ def test_frozen_experts_have_two_of_three_products() -> None:
     assert jobs[0].trained.frozen == 0 and jobs[1].trained.frozen == pytest.approx(experts / (experts + others))
     assert jobs[1].trained.share == pytest.approx(1 - 45.1e9 / 46.7e9, rel=0.01)
     assert estimate(jobs[1], FITTED).seconds < estimate(jobs[0], FITTED).seconds
+
+
+def test_experts_in_fp8_are_not_guessed() -> None:
+    whole = config("mixtral-8x7b", 64, **BY_UNIT)
+    with pytest.raises(ConfigError, match="--fp8: got blockwise for a model with --num-experts, expected none"):
+        job_of(resolve(replace(whole, training=replace(whole.training, fp8="blockwise")), 64), machine(64))
