@@ -84,7 +84,7 @@ PARTS = [
 ]
 
 
-@pytest.mark.few(2, all=3)
+@pytest.mark.few(1, all=3)
 @pytest.mark.parametrize(("before", "after", "parts"), [(*case, parts) for case, parts in zip(CASES, PARTS, strict=True)], ids=str)
 def test_parts_are_loaded_under_their_layout_and_under_another(
     cluster: Cluster, tmp_path: Path, before: Layout, after: Layout, parts: list[str]

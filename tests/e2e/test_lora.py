@@ -70,6 +70,7 @@ def test_a_run_leaves_for_peft_and_for_transformers(product: Product, adapted: A
         assert float(printed.split("lm loss value:")[1].split()[0]) == pytest.approx(trained, rel=1e-6)
 
 
+@pytest.mark.long
 def test_merging_the_exported_adapter_is_exporting_the_run(product: Product, adapted: Adapted, tmp_path: Path) -> None:
     said = product.run("merge", adapted.base, tmp_path / "a", "--adapter", adapted.adapter).ok().out
     assert said.startswith(f"merged {adapted.base} and {adapted.adapter} (rank 4) into {tmp_path / 'a'} (float32, ")

@@ -38,7 +38,7 @@ def test_all_axes_are_drawn() -> None:
 
 @pytest.mark.tries("fp8", "fp8_bf16_layers")
 @pytest.mark.parametrize("layout", DRAWN, ids=lambda layout: layout.name)
-@pytest.mark.few(2, all=4)
+@pytest.mark.few(1, all=4)
 def test_drawn_layout_equals_one_process(references: References, cluster: Cluster, layout: Layout) -> None:
     """By the rule of docs/numerics.md: within twice what one process in FP8 differs from fp64 by."""
     records, reference = cluster.run(layout.world_size, train, layout), references(layout)
@@ -73,6 +73,7 @@ def train_wrongly(place: Place, layout: Layout, fault: str) -> Record:
         return train(place, layout)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_exceeds_the_bound_tenfold(references: References, cluster: Cluster, fault: str) -> None:
     layout = Layout(fp8=True, tp=2, sp=True, steps=5)
@@ -87,7 +88,7 @@ def test_a_layout_twice_has_the_same_bits(cluster: Cluster, layout: Layout) -> N
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_strategies_have_the_same_bits(cluster: Cluster, strategy: str) -> None:
     """Whether codes are kept from step to step or made at every gather."""
     first, second = (
@@ -98,6 +99,7 @@ def test_strategies_have_the_same_bits(cluster: Cluster, strategy: str) -> None:
     assert [record.norms for record in first] == [record.norms for record in second]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", [Layout(fp8=True, tp=2, sp=True, lora=4, steps=3), Layout(fp8=True, dp=2, freeze=("*.mlp.*",), steps=3)])
 def test_what_is_frozen_multiplies_in_fp8_too(references: References, cluster: Cluster, layout: Layout) -> None:
     row = references(layout).row(layout.name, cluster.run(2, train, layout)[0])

@@ -119,7 +119,7 @@ def test_all_axes_are_drawn() -> None:
 
 @pytest.mark.tries("fp8", "fp8_gather", "fp8_bf16_layers")
 @pytest.mark.parametrize("layout", DRAWN, ids=lambda layout: f"{layout.name}{' codes' * layout.gathers_codes}")
-@pytest.mark.few(2, all=4)
+@pytest.mark.few(1, all=4)
 def test_drawn_layout_equals_one_process(compare: Compare, cluster: Cluster, layout: Layout) -> None:
     """By the rule of docs/numerics.md: within twice what one process in FP8 differs from fp64 by."""
     records = cluster.run(layout.world_size, train, layout)
@@ -212,7 +212,7 @@ def messages(place: Place, layout: Tensorwise) -> dict[tuple[str, str], tuple[in
     ],
     ids=lambda layout: f"{layout.name}{' codes' * layout.gathers_codes}",
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_messages_are_planned(cluster: Cluster, layout: Tensorwise) -> None:
     """What a step sends more than the same one in bf16 does, and what less."""
     config = layout.sized()

@@ -66,7 +66,7 @@ def train_and_count(place: Place, layout: Layout) -> tuple[Record, Counted]:
     return record(run, [first, second, *(run.step(index) for index in range(2, layout.steps))]), done
 
 
-@pytest.mark.few(7, all=14)
+@pytest.mark.few(5, all=14)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_layout_equals_one_process_and_does_what_is_planned(references: References, cluster: Cluster, layout: Layout) -> None:
     """Losses, norms, trained weights and their copies; and of one step each message to the byte, what autograd holds, and the order

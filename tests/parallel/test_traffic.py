@@ -130,7 +130,7 @@ DIVIDED = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", DIVIDED, ids=lambda layout: layout.name)
 def test_ranks_that_divide_experts_send_what_is_planned(cluster: Cluster, layout: Run) -> None:
     """Tokens to their experts and back, gradients and weights of experts among those that hold them, and all else as ever."""

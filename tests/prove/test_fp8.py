@@ -84,7 +84,7 @@ SPREADS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_layout_with_one_scale_a_tensor_equals_one_process(cluster: Cluster, tmp_path: Path, spread: str) -> None:
     """In the same microbatches, whose tensors have scales of their own. Where no axis cuts a tensor, codes are the same, and nearly all bits."""
     check = precision_of(cluster, TENSORWISE | SPREADS[spread], 2, tmp_path)

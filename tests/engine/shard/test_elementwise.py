@@ -205,7 +205,7 @@ def alone(name: str, world: int, microbatches: int) -> models.Trained:
 STRATEGIES = ("optim_grads_params", "optim", "no_shard", "optim_grads")
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("number", "name"), list(enumerate(MAKES)))
 def test_ranks_train_as_one_process(number: int, name: str, cluster: Cluster) -> None:
     """In fp64, where sums of another order differ by little."""
@@ -245,7 +245,7 @@ def skipping(place: Place, name: str, on_device: bool) -> None:
         assert same(*ends)
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("name", ["momentum", "dampening", "amsgrad", "NAdam", "Adagrad", "Rprop", "Lion"])
 def test_a_skipped_step_changes_no_bit(name: str, on_device: bool, cluster: Cluster) -> None:
@@ -279,7 +279,7 @@ def part_of_a_run(place: Place, name: str, folder: str, first: int, steps: int) 
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-@pytest.mark.few(3, all=4)
+@pytest.mark.few(1, all=4)
 @pytest.mark.parametrize("name", ["SGD", "momentum", "amsgrad", "NAdam", "Adagrad", "ASGD", "Lion"])
 def test_other_numbers_of_ranks_go_on_with_a_state(name: str, tmp_path: Path, cluster: Cluster) -> None:
     """From two to four, to one."""

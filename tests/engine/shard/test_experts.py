@@ -202,7 +202,7 @@ def beside_ddp(place: Place, strategy: str, ways: Sequence[str]) -> dict[str, fl
     return differences
 
 
-@pytest.mark.few(2, all=4)
+@pytest.mark.few(1, all=4)
 @pytest.mark.parametrize("strategy", STRATEGIES[::-1])
 def test_experts_train_as_with_ddp(strategy: str, cluster: Cluster) -> None:
     for differences in cluster.run(2, beside_ddp, strategy, [*WAYS]):
@@ -268,6 +268,7 @@ def all_trained(place: Place, cases: Sequence[tuple[Run, str]]) -> list[Trained]
     return [train(run, place.rank, strategy=strategy) for run, strategy in cases]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
 def test_experts_of_transformers(model: str, cluster: Cluster) -> None:
     """Stacked in one parameter they have a gradient always, of zeros where no token chose them. A reentrant checkpoint leaves the loss that

@@ -99,7 +99,7 @@ def trained(place: Place, strategy: str, mixed: bool) -> tuple[bool, int]:
     return bool(same), skips
 
 
-@pytest.mark.few(2, all=4)
+@pytest.mark.few(1, all=4)
 @pytest.mark.parametrize("strategy", STRATEGIES[::-1])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_fp16_has_the_bits_of_one_process(mixed: bool, strategy: str, cluster: Cluster) -> None:

@@ -223,7 +223,7 @@ def test_a_layer_is_that_of_the_trainer_to_the_bit(recipe: str, bias: bool) -> N
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @pytest.mark.parametrize(("name", "ranks"), [("net", 2), ("net", 4), ("llama", 2)])
-@pytest.mark.few(3, all=6)
+@pytest.mark.few(2, all=6)
 def test_ranks_train_what_one_process_trains(cluster: Cluster, alone: Alone, name: str, ranks: int, strategy: str) -> None:
     """By the rule of docs/numerics.md."""
     one, (loss_bound, norm_bound) = alone(name, "blockwise")

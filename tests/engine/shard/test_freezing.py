@@ -156,7 +156,7 @@ def trained(place: Place, strategy: str, case: str, clip: float, options: dict[s
     return max(differences)
 
 
-@pytest.mark.few(4, all=7)
+@pytest.mark.few(2, all=7)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_frozen_between_steps_trains_as_with_torch(strategy: str, case: str, cluster: Cluster) -> None:
@@ -240,7 +240,7 @@ def adversaries(place: Place, strategy: str) -> float:
     return max(differences)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_generator_learns_through_a_frozen_discriminator(strategy: str, cluster: Cluster) -> None:
     assert max(cluster.run(2, adversaries, strategy)) <= 1e-6

@@ -82,6 +82,7 @@ def frozen_engine(place: Place, strategy: str, kind: str) -> bool:
     return same
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["ml.AdamW", "torch's"])
 def test_a_frozen_model_computes_and_lets_gradients_through(kind: str, cluster: Cluster) -> None:
     for strategy in STRATEGIES:

@@ -89,7 +89,7 @@ def trained(place: Place, strategy: str) -> list[float]:
     return differences
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES[::-1])
 def test_what_is_ignored_and_frozen_trains_as_with_ddp(strategy: str, cluster: Cluster) -> None:
     for world in (2, 4):

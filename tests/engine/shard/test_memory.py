@@ -116,7 +116,7 @@ def live_and_planned(place: Place, way: str, strategy: str, unused: str | None =
     return counts
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_nothing_is_alive_but_what_the_plan_counts(strategy: str, cluster: Cluster) -> None:
     for way in WAYS:

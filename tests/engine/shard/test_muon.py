@@ -172,7 +172,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_train_as_torch_does(case: str, cluster: Cluster) -> None:
     ranks, options = CASES[case]
@@ -191,7 +191,7 @@ KINDS: dict[str, tuple[ml.Muon, Sequence[str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_user_says_what_muon_has(kind: str, cluster: Cluster) -> None:
     optimizer, matrices, torchs = KINDS[kind]
@@ -336,6 +336,7 @@ def frozen(place: Place, options: dict[str, Any]) -> float:
     return max(differences)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{"strategy": "no_shard"}, {}, {"strategy": "optim"}], ids=str)
 def test_what_is_frozen_between_steps_stays(options: dict[str, Any], cluster: Cluster) -> None:
     assert max(cluster.run(2, frozen, options)) < 1e-9
@@ -357,6 +358,7 @@ def unused(place: Place, strategy: str) -> float:
     return max(differences)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 def test_a_unit_that_is_left_out_has_no_gradient(strategy: str, cluster: Cluster) -> None:
     assert max(cluster.run(2, unused, strategy)) < 1e-9

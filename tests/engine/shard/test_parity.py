@@ -52,7 +52,7 @@ def compare(cluster: Cluster, references: References, run: Run, **options: Any) 
         assert values <= max(VALUE_BOUND, 2 * farthest(expected[0].values, exact[0].values, run.twin.idle))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_llama_trains_as_with_ddp(strategy: str, cluster: Cluster, references: References) -> None:
     compare(cluster, references, TWICE, strategy=strategy)

@@ -70,7 +70,7 @@ def equal(one: Any, other: Any) -> bool:
     return len(one) == len(other) and all(map(equal, one, other)) if isinstance(one, list | tuple) else bool(one == other)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MAKES)
 def test_ranks_train_as_one_process_and_take_over_each_others_state(name: str, tmp_path: Any, cluster: Cluster) -> None:
     expected = [run(SINGLE, name, f"{tmp_path}/whole", first) for first in (0, STEPS, 2 * STEPS)]
@@ -171,7 +171,7 @@ def moments_taken_over(place: Place, saved: str, kept: str, sharded: bool) -> tu
     return before, after
 
 
-@pytest.mark.few(3, all=5)
+@pytest.mark.few(2, all=5)
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize(("saved", "kept"), [("fp32", "8bit"), ("bf16", "8bit"), ("8bit", "fp32"), ("8bit", "bf16"), ("bf16", "fp32")])
 def test_moments_of_another_dtype_are_converted(saved: str, kept: str, sharded: bool, cluster: Cluster) -> None:

@@ -60,7 +60,7 @@ def engine_run(place: Place, counts: tuple[int, ...], options: dict[str, Any]) -
     return found
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [*((strategy, {}) for strategy in STRATEGIES), ("optim_grads_params", {"param_slots": "all"}), ("optim", {"static_order": False})],

@@ -278,6 +278,7 @@ def train_with_fsdp2(place: Place) -> tuple[Curve, Curve, dict[str, float]]:
     return ours, theirs, apart
 
 
+@pytest.mark.long
 def test_ranks_train_as_under_fsdp2(cluster: Cluster) -> None:
     for ours, theirs, apart in cluster.run(4, train_with_fsdp2):
         require_close(ours, theirs)

@@ -220,7 +220,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.few(2, all=4)
+@pytest.mark.few(1, all=4)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD with dampening", "NAdam"])
 def test_counts_are_saved_and_loaded_by_any_number_of_ranks(optimizer: str, strategy: str, cluster: Cluster) -> None:
@@ -307,7 +307,7 @@ def in_buckets(place: Place, kind: str, strategy: str, apart: bool) -> dict[str,
     return {"model": state["model"], "state": state["optimizer"]["state"]}
 
 
-@pytest.mark.few(5, all=7)
+@pytest.mark.few(3, all=7)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_part_of_a_bucket_has_the_bits_of_a_bucket_of_its_own(kind: str, strategy: str, cluster: Cluster) -> None:

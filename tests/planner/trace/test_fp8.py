@@ -30,6 +30,7 @@ def in_bf16(config: Config) -> Config:
     return replace(config, training=replace(config.training, fp8="none", fp8_gather=False))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_changes_no_flops(recipe: str, recompute: Any) -> None:
@@ -62,7 +63,7 @@ LAYOUTS = {
 KINDS = [(name, recipe, False) for name in LAYOUTS for recipe in RECIPES] + [(name, "tensorwise", True) for name in LAYOUTS if LAYOUTS[name].sp]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "recipe", "gather"), KINDS)
 def test_messages_and_kept_codes_are_those_planned(name: str, recipe: str, gather: bool) -> None:
     """What a step in FP8 has more than the same in bf16."""

@@ -24,6 +24,7 @@ def in_fp8(options: Options) -> Options:
     return {**options, **TILES, "bf16": True, "fp8": "blockwise", "log_interval": 1}
 
 
+@pytest.mark.long
 def test_a_run_resumes_with_the_same_bits_and_says_that_it_is_emulated(in_fp8: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its checkpoint holds what that of a run in bf16 does: from it a run goes on in either."""
     whole = ml.train(in_fp8, train_iters=4).losses

@@ -112,7 +112,7 @@ def test_each_microbatch_has_its_positions(cluster: Cluster) -> None:
     assert replayed[0][4] == others[0][4] > 0 and replayed[1][0].parameters == plain[1][0].parameters
 
 
-@pytest.mark.few(6, all=10)
+@pytest.mark.few(3, all=10)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_graphs_change_no_bit(cluster: Cluster, layout: Layout) -> None:
     """Neither weights nor messages, with microbatches in flight, shapes that change, and an evaluation in between; and a pass is captured

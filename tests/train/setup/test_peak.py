@@ -118,7 +118,7 @@ class WithExperts(Wide):
         return replace(config, model=replace(config.model, **sizes, decoder_sparse_step=self.step))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "layout",
     [

@@ -202,7 +202,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_codes_are_made_once_for_each_update(cluster: Cluster, name: str) -> None:
     """However many microbatches, recomputations and evaluations read them. Those of frozen weights are never made again."""
     layout = KEPT[name]
@@ -216,6 +216,7 @@ def test_codes_are_made_once_for_each_update(cluster: Cluster, name: str) -> Non
         assert kept == planned
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("slots", ["2", "3"])
 def test_weights_that_take_turns_in_slots_take_turns_in_codes(cluster: Cluster, slots: str) -> None:
     layout = replace(FP8, dp=2, strategy="optim_grads_params", slots=slots, microbatches=2, recompute="full", layers=6, bucket=10_000_000)

@@ -83,6 +83,7 @@ def test_a_gpu_gets_scales_whose_columns_are_aligned() -> None:
     assert rows.found == [4, 4, 8]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("model", ["llama3-8b", "llama3-70b", "llama3.1-405b"])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_a_gpu_takes_the_products_of_a_model(model: str, tp: int) -> None:

@@ -252,6 +252,7 @@ def test_codes_are_views_of_nothing() -> None:
     assert isinstance(codes(x.t(), NUMBERS), Codes) and codes(x.t(), NUMBERS).codes.is_contiguous()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("model", ["llama3-8b", "llama3-70b", "llama3.1-405b"])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_a_gpu_takes_the_products_of_a_model(model: str, tp: int) -> None:
