@@ -36,6 +36,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "window_size": "--sliding-window, which counts a query's own position too",
         "window_attn_skip_freq": "--layer-types with the kind of each layer",
         "add_bias_linear": "--attention-bias and --mlp-bias",
+        "moe_router_pre_softmax": "--norm-topk-prob, which is its opposite",
+        "moe_layer_freq": "--decoder-sparse-step or --mlp-only-layers, the dense layers",
         "num_layers_per_virtual_pipeline_stage": _INTERLEAVED,
         "decoder_first_pipeline_num_layers": _LAYERS,
         "decoder_last_pipeline_num_layers": _LAYERS,

@@ -52,8 +52,9 @@ class ConvertConfig:
     hf_config: str | None = None
     """A config.json of HuggingFace, for what the source does not say of its model."""
     ignore_hf_config_fields: tuple[str, ...] = ()
-    """Names of fields in a HuggingFace config.json that do not change what the model computes.
-    Fields that are not known here are refused otherwise."""
+    """Names of fields in a HuggingFace config.json, and of Megatron-LM's arguments of experts
+    (torch_dist), that do not change what the model computes. Those that are not known here are
+    refused otherwise."""
     vocab_size: int = 0
     """Number of token ids, for a source that stores only a padded vocabulary. 0: what the source or
     its tokenizer says."""
@@ -67,6 +68,9 @@ class ConvertConfig:
     """Pipeline stages to write (megatron formats)."""
     pipeline_layer_split: tuple[int, ...] = ()
     """Transformer blocks of each stage, first to last. Default: equal shares."""
+    expert_model_parallel_size: int = 1
+    """Expert-parallel size of the Megatron-LM run that goes on with a written optimizer
+    (torch_dist): above 1, experts have an optimizer of their own there."""
     make_vocab_size_divisible_by: int = 128
     """The written embedding is padded to a multiple of this times the tensor-parallel size
     (megatron formats, torch_dist)."""

@@ -1,5 +1,5 @@
-"""NVIDIA's Megatron-Core in the ranks of a test cluster, on CPUs with gloo: it builds, trains, saves and loads LLaMA models as the training
-loop of Megatron-LM does.
+"""NVIDIA's Megatron-Core in the ranks of a test cluster, on CPUs with gloo: it builds, trains, saves and loads LLaMA models, Mixtral and
+Qwen3-MoE as the training loop of Megatron-LM does.
 
 In a rank of ``Cluster.run(tp * pp * dp, ...)``::
 
@@ -17,13 +17,14 @@ from __future__ import annotations
 import json
 import queue
 import random
+import re
 import signal
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,6 +49,13 @@ MODEL_ARGUMENTS = """
     multi_latent_attention attention_output_gate experimental_attention_variant mtp_num_layers is_hybrid_model init_method_std
     transformer_impl params_dtype bf16 fp16 tensor_model_parallel_size pipeline_model_parallel_size
     virtual_pipeline_model_parallel_size context_parallel_size expert_model_parallel_size sequence_parallel
+    moe_aux_loss_coeff moe_apply_probs_on_input moe_deepep_num_sms moe_enable_deepep moe_enable_routing_replay moe_expert_capacity_factor
+    moe_ffn_hidden_size moe_flex_dispatcher_backend moe_grouped_gemm moe_hybridep_num_sms moe_input_jitter_eps moe_latent_size moe_layer_freq
+    moe_layer_recompute moe_pad_expert_input_to_capacity moe_per_layer_logging moe_permute_fusion moe_router_bias_update_rate moe_router_dtype
+    moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_fusion moe_router_group_topk moe_router_load_balancing_type
+    moe_router_num_groups moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_router_pre_softmax moe_router_score_function
+    moe_router_topk moe_router_topk_limited_devices moe_router_topk_scaling_factor moe_shared_expert_gate moe_shared_expert_intermediate_size
+    moe_shared_expert_overlap moe_token_dispatcher_type moe_token_drop_policy moe_token_dropping moe_use_legacy_grouped_gemm moe_z_loss_coeff
 """
 """Settings of a model that Megatron-LM has arguments of the same names for."""
 
@@ -62,6 +70,17 @@ class Run:
     pp: int = 1
     sharding: str | None = None
     """One of SHARDINGS, by Megatron's name. None is a run without the distributed optimizer."""
+    ep: int = 1
+    """Data ranks that divide the experts among them. With more than one, experts have an optimizer of their own."""
+    etp: int = 1
+    """Tensor ranks that share an expert: 1 or tp. With tp 2 models of experts compute and save, and cannot be trained on CPUs."""
+    layer_freq: int | list[int] = 1
+    """``--moe-layer-freq``: with a list each layer has tensors of its own in checkpoints."""
+    own_norm_key: bool = True
+    """The norm before experts is saved as by TransformerEngine's modules; if not, as local modules save it, under the name that it has in a
+    dense layer."""
+    singleton: bool = False
+    """Each expert, and each half of ``linear_fc1``, is saved under a key of its own."""
     bf16: bool = False
     lr: float = 1e-3
     min_lr: float = 1e-4
@@ -103,13 +122,17 @@ def megatron(place: Place, run: Run) -> Iterator[Trainer]:
         if alone:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             section.callback(dist.destroy_process_group)
-        parallel_state.initialize_model_parallel(run.tp, run.pp, create_gloo_process_groups=True)
+        parallel_state.initialize_model_parallel(
+            run.tp, run.pp, expert_model_parallel_size=run.ep, expert_tensor_parallel_size=run.etp, create_gloo_process_groups=True
+        )
         section.callback(parallel_state.destroy_model_parallel)
         dp = parallel_state.get_data_parallel_world_size()
         init_num_microbatches_calculator(place.rank, None, run.global_batch_size, run.micro_batch_size, dp, False)
         section.callback(unset_num_microbatches_calculator)
         for name, value in _GPU.items():
             section.enter_context(mock.patch(name, value))
+        # The router asks for TransformerEngine's product by a name that is not there without it.
+        section.enter_context(mock.patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, create=True))
         section.enter_context(_OnCpu())
         model_parallel_cuda_manual_seed(run.seed)
         yield Trainer(run)
@@ -145,7 +168,6 @@ class Trainer:
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
         from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.transformer.module import Float16Module
@@ -157,7 +179,7 @@ class Trainer:
         self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
         self.model = GPTModel(
             self.config,
-            get_gpt_layer_local_spec(normalization="RMSNorm"),
+            _layers(run, self.config),
             vocab_size=self.vocab_size,
             max_sequence_length=self.hf["max_position_embeddings"],
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -214,7 +236,11 @@ class Trainer:
         for name, parameter in self.model.named_parameters():
             if name.startswith("decoder.layers."):
                 _, _, number, leaf = name.split(".", 3)
-                name = f"decoder.layers.{self.model.decoder.layers[int(number)].layer_number - 1}.{leaf}"
+                layer = self.model.decoder.layers[int(number)]
+                if "local_experts" in leaf:
+                    front, _, own, end = re.split(r"\.(local_experts)\.(\d+)\.", leaf)
+                    leaf = f"{front}.local_experts.{layer.mlp.local_expert_indices[int(own)]}.{end}"
+                name = f"decoder.layers.{layer.layer_number - 1}.{leaf}"
             found[parameter] = name
         return found
 
@@ -223,7 +249,7 @@ class Trainer:
         for parameter, name in self.names.items():
             with torch.no_grad():
                 whole = _from_hf(name, hf, self.hf, self.vocab_size)
-                parameter.copy_(_split(name, whole, self.run.tp)[self.tp_rank])
+                parameter.copy_(_split(name, whole, self.run)[self.tp_rank])
 
     def train(self, samples: Sequence[Tensor]) -> list[float]:
         """Take one step for each of ``samples``, [global batch, sequence + 1] of token ids that each data rank has all of, and return the
@@ -296,7 +322,7 @@ class Trainer:
         for name, tp_rank, shape, start, values in (each for held in everybodys for each in held):
             piece = pieces.setdefault(name, {}).setdefault(tp_rank, torch.full(shape, torch.nan, dtype=values.dtype))
             piece.view(-1)[start : start + len(values)] = values
-        wholes = {name: _join(name, [each[rank] for rank in range(self.run.tp)]) for name, each in pieces.items()}
+        wholes = {name: _join(name, [each[rank] for rank in range(self.run.tp)], self.run) for name, each in pieces.items()}
         assert not any(whole.isnan().any() for whole in wholes.values())
         return _to_hf(wholes, self.hf)
 
@@ -305,24 +331,25 @@ class Trainer:
         if what == "weight":
             yield 0, parameter.view(-1)
             return
-        [optimizer] = self.optimizer.chained_optimizers
-        if self.run.sharding is None:
+        for optimizer in self.optimizer.chained_optimizers:
             main = getattr(parameter, "main_param", parameter)
-            yield 0, (main if what == "master" else optimizer.optimizer.state[main][what]).view(-1)
-        elif any(parameter in each["param_map"] for maps in optimizer.gbuf_ranges for buckets in maps.values() for each in buckets):
-            state = optimizer._get_main_param_and_optimizer_states(parameter)
-            yield optimizer._get_model_param_range_map(parameter)["param"].start, state["param" if what == "master" else what]
+            if self.run.sharding is None:
+                if any(main is each for each in optimizer.get_parameters()):
+                    yield 0, (main if what == "master" else optimizer.optimizer.state[main][what]).view(-1)
+            elif any(parameter in each["param_map"] for maps in optimizer.gbuf_ranges for buckets in maps.values() for each in buckets):
+                state = optimizer._get_main_param_and_optimizer_states(parameter)
+                yield optimizer._get_model_param_range_map(parameter)["param"].start, state["param" if what == "master" else what]
 
-    def save(self, folder: Path) -> Path:
+    def save(self, folder: Path, *, weights_only: bool = False) -> Path:
         """Write a checkpoint under ``folder`` as ``save_checkpoint`` of Megatron-LM does with ``--ckpt-format torch_dist``, and return it:
-        ``iter_NNNNNNN``."""
+        ``iter_NNNNNNN``. ``weights_only`` is ``--no-save-optim``."""
         from megatron.core import dist_checkpointing, parallel_state
         from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
         from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
         target = folder / f"iter_{self.iteration:07d}"
         target.mkdir(parents=True, exist_ok=True)
-        metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        metadata: dict[str, Any] = {"singleton_local_shards": self.run.singleton, "chained_optim_avoid_prefix": True}
         if self.run.sharding is not None:
             metadata = {"distrib_optim_sharding_type": self.run.sharding, **metadata}
         if self.run.sharding == "fully_reshardable":
@@ -332,7 +359,7 @@ class Trainer:
             "args": self._args(),
             "checkpoint_version": 3.0,
             "iteration": self.iteration,
-            **self._sharded({**metadata, "dp_cp_group": group}, is_loading=False),
+            **self._sharded({**metadata, "dp_cp_group": group}, is_loading=False, weights_only=weights_only),
             "num_floating_point_operations_so_far": 0,
         }
         strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), group)
@@ -375,21 +402,15 @@ class Trainer:
     def _prepare_torch_adam(self) -> None:
         """The distributed optimizer loads the state of Apex' and TransformerEngine's Adam, which is there from the beginning and whose step
         is an option. With torch's it looks for a step before there is one, and later among the tensors of the checkpoint."""
-        [optimizer] = self.optimizer.chained_optimizers
-        optimizer._init_optimizer_states_with_dummy_values()
-        given = optimizer._set_main_param_and_optimizer_states
-
-        def set_with_step(parameter: Any, tensors: dict[str, Tensor]) -> None:
-            step = optimizer._get_main_param_and_optimizer_states(parameter)["step"]
-            given(parameter, {"step": step, **tensors})
-
-        optimizer._set_main_param_and_optimizer_states = set_with_step
+        for optimizer in self.optimizer.chained_optimizers:
+            optimizer._init_optimizer_states_with_dummy_values()
+            optimizer._set_main_param_and_optimizer_states = partial(_set_with_step, optimizer, optimizer._set_main_param_and_optimizer_states)
 
     def _part_steps(self) -> None:
         """Loaded, all parameters have one step, a tensor that torch's Adam would count up for each of them."""
-        [optimizer] = self.optimizer.chained_optimizers
-        for state in optimizer.optimizer.state.values():
-            state["step"] = state["step"].clone()
+        for optimizer in self.optimizer.chained_optimizers:
+            for state in optimizer.optimizer.state.values():
+                state["step"] = state["step"].clone()
 
     def _sharded(self, metadata: dict[str, Any], *, is_loading: bool, weights_only: bool = False) -> dict[str, Any]:
         """Return the state of model, optimizer, learning rates and random numbers, sharded as ``generate_state_dict`` of Megatron-LM has
@@ -426,7 +447,7 @@ class Trainer:
         arguments = {name: getattr(self.config, name) for name in MODEL_ARGUMENTS.split()}
         arguments |= {
             "attention_backend": AttnBackend.auto,
-            "num_experts": None,
+            "num_experts": self.config.num_moe_experts,
             "swiglu": True,
             "group_query_attention": self.config.num_query_groups != self.config.num_attention_heads,
             "max_position_embeddings": self.hf["max_position_embeddings"],
@@ -471,6 +492,11 @@ class Trainer:
             "consumed_valid_samples": 0,
         }
         return Namespace(**arguments)
+
+
+def _set_with_step(optimizer: Any, given: Callable[..., None], parameter: Any, tensors: dict[str, Tensor]) -> None:
+    step = optimizer._get_main_param_and_optimizer_states(parameter)["step"]
+    given(parameter, {"step": step, **tensors})
 
 
 class _Threads:
@@ -518,7 +544,43 @@ def _transformer_config(run: Run, hf: dict[str, Any]) -> Any:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         attention_softmax_in_fp32=True,
+        **(_expert_settings(run, hf) if experts_of(hf) else {}),
     )
+
+
+def experts_of(hf: dict[str, Any]) -> int:
+    """The number of experts that a config.json has; 0 of a dense model."""
+    return int(hf.get("num_experts") or hf.get("num_local_experts") or 0)
+
+
+def _expert_settings(run: Run, hf: dict[str, Any]) -> dict[str, Any]:
+    """What a user of Megatron-LM gives for these models."""
+    return {
+        "qk_layernorm": hf["model_type"] == "qwen3_moe",
+        "num_moe_experts": experts_of(hf),
+        "expert_model_parallel_size": run.ep,
+        "expert_tensor_parallel_size": run.etp,
+        "moe_ffn_hidden_size": hf.get("moe_intermediate_size") or hf["intermediate_size"],
+        "moe_layer_freq": run.layer_freq,
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_router_pre_softmax": not hf.get("norm_topk_prob", True),
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+    }
+
+
+def _layers(run: Run, config: Any) -> Any:
+    """The modules of the layers. TransformerEngine's need a GPU; the names that they save are set here by Megatron's own means."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+
+    if config.num_moe_experts is None:
+        return get_gpt_layer_local_spec(normalization="RMSNorm")
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    for layer in block.layer_specs:
+        if run.own_norm_key and "fuse_pre_mlp_layernorm" in layer.submodules.mlp.metainfo:
+            kept = {key: name for key, name in layer.submodules.sharded_state_dict_keys_map.items() if key != "pre_mlp_layernorm."}
+            layer.submodules.sharded_state_dict_keys_map = kept
+    return block
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
@@ -533,7 +595,22 @@ _PLAIN = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
 }
+
+
+def _expert_names(leaf: str, config: dict[str, Any]) -> list[str]:
+    """Of a router or an expert's matrix: the tensors of HuggingFace that it stacks; of others none."""
+    mixtral = config["model_type"] == "mixtral"
+    owner = "block_sparse_moe" if mixtral else "mlp"
+    if leaf == "mlp.router.weight":
+        return [f"{owner}.gate.weight"]
+    found = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.linear_(fc[12])\.weight", leaf)
+    if not found:
+        return []
+    kinds = {"fc1": ("w1", "w3"), "fc2": ("w2",)} if mixtral else {"fc1": ("gate_proj", "up_proj"), "fc2": ("down_proj",)}
+    return [f"{owner}.experts.{found[1]}.{kind}.weight" for kind in kinds[found[2]]]
 
 
 def _from_hf(name: str, hf: dict[str, Tensor], config: dict[str, Any], rows: int) -> Tensor:
@@ -547,6 +624,8 @@ def _from_hf(name: str, hf: dict[str, Tensor], config: dict[str, Any], rows: int
         return hf["model.norm.weight"]
     _, _, number, leaf = name.split(".", 3)
     layer = f"model.layers.{number}."
+    if experts := _expert_names(leaf, config):
+        return torch.cat([hf[layer + each] for each in experts])
     if leaf == "self_attention.linear_qkv.weight":
         groups = config["num_key_value_heads"]
         of_group = zip(*(hf[f"{layer}self_attn.{each}_proj.weight"].chunk(groups) for each in "qkv"), strict=True)
@@ -572,7 +651,9 @@ def _to_hf(wholes: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tenso
         else:
             _, _, number, leaf = name.split(".", 3)
             layer = f"model.layers.{number}."
-            if leaf == "self_attention.linear_qkv.weight":
+            if experts := _expert_names(leaf, config):
+                found |= {layer + each: part for each, part in zip(experts, whole.chunk(len(experts)), strict=True)}
+            elif leaf == "self_attention.linear_qkv.weight":
                 by_group = whole.unflatten(0, (groups, queries + 2, -1))
                 parts = by_group[:, :queries], by_group[:, queries], by_group[:, queries + 1]
                 found |= {f"{layer}self_attn.{each}_proj.weight": part.flatten(0, -2) for each, part in zip("qkv", parts, strict=True)}
@@ -583,23 +664,29 @@ def _to_hf(wholes: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tenso
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
-def _split(name: str, whole: Tensor, tp: int) -> list[Tensor]:
+def _split(name: str, whole: Tensor, run: Run) -> list[Tensor]:
     """Cut a tensor for the tensor ranks."""
+    tp = run.tp
+    if _is_whole(name, run):
+        return [whole] * tp
     if name.endswith("linear_fc1.weight"):
         return [torch.cat(halves) for halves in zip(*(half.chunk(tp) for half in whole.chunk(2)), strict=True)]
-    if "layernorm" in name:
-        return [whole] * tp
     return list(whole.chunk(tp, dim=_split_dim(name)))
 
 
-def _join(name: str, pieces: list[Tensor]) -> Tensor:
+def _join(name: str, pieces: list[Tensor], run: Run) -> Tensor:
     """Put together what ``_split`` cut. Copies have to be equal."""
-    if name.endswith("linear_fc1.weight"):
-        return torch.cat([torch.cat(halves) for halves in zip(*(piece.chunk(2) for piece in pieces), strict=True)])
-    if "layernorm" in name:
+    if _is_whole(name, run):
         assert all(torch.equal(pieces[0], each) for each in pieces)
         return pieces[0]
+    if name.endswith("linear_fc1.weight"):
+        return torch.cat([torch.cat(halves) for halves in zip(*(piece.chunk(2) for piece in pieces), strict=True)])
     return torch.cat(pieces, dim=_split_dim(name))
+
+
+def _is_whole(name: str, run: Run) -> bool:
+    """Whether every tensor rank has all of it."""
+    return "layernorm" in name or ".router." in name or (".local_experts." in name and run.etp == 1)
 
 
 def _split_dim(name: str) -> int:

@@ -330,7 +330,7 @@ def test_other_words_on_the_vocabulary(hf: Path, tmp_path: Path, capsys: Capture
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("num_experts", 8, "None"),
+        ("num_experts", 8, "None: in this format dense models alone are read"),
         ("swiglu", False, "True"),
         ("normalization", "LayerNorm", "RMSNorm"),
         ("rotary_percent", 0.5, "1.0, by the config of a llama"),

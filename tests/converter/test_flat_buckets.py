@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_llama.checkpoint.model_folders.torch_dist.folder import TorchDistFolder
 from megatron_llama.converter.torch_dist.flat_buckets import FlatBuckets
 from megatron_llama.converter.torch_dist.names import StoredSource
 from megatron_llama.converter.torch_dist.reader import TorchDistReader
@@ -19,8 +20,10 @@ from megatron_llama.model.plan.params import hf_shapes
 from torch import Tensor
 
 from tests.checkpoint.model_folders.test_hf import tensors
-from tests.converter.converting import config, hf_folder
+from tests.converter.converting import config, convert, hf_folder
 from tests.converter.distcp import Cuts, write_folder
+from tests.converter.test_convert_families import SIZES
+from tests.converter.test_convert_families import saved as saved_model
 from tests.converter.torch_dist import BACKEND, COLUMN, ROW, arguments, cuts, model_tensors, write_common
 from tests.torch_twin import drawn
 
@@ -142,6 +145,48 @@ def test_long_tensors_are_read_by_blocks_of_rows(hf: Path, tmp_path: Path, monke
     monkeypatch.setattr("megatron_llama.converter.torch_dist.flat_buckets.BLOCK_ELEMENTS", 100)
     model, args = model_of(hf, 2)
     assert_read(written(tmp_path / "iter", model, args, TRANSFORMER_ENGINE, stages=[[[0, 1]], [[2, 3]]]), hf)
+
+
+def grouped(folder: Path, hf: Path, *, etp: int, experts: Sequence[int]) -> TorchDistReader:
+    """Write a model of four experts with the buckets of tp 2 and ep 2, as TransformerEngine's grouped modules have them: of a layer's own experts
+    the first matrices before the second ones. ``experts`` is their order."""
+    run = TorchDistFolder(convert(hf, folder / "run", "--to", "torch_dist", "--make-vocab-size-divisible-by", "1"))
+    model = {}
+    for name, stored in run.container.tensors.items():
+        run.container.read(name, [0] * len(stored.shape), model.setdefault(name, torch.empty(stored.shape)))
+    sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": etp}
+    found: dict[str, tuple[Tensor, Sequence[Sequence[int]]]] = {name: (tensor, cuts(name, tensor, 1)) for name, tensor in model.items()}
+
+    def add(optimizer: int, rank: int, parts: Sequence[Tensor]) -> None:
+        for state, factor in STATES.items():
+            for number, (values, pieces) in enumerate(buffer([factor * part for part in parts], 2, 9000)):
+                group = f"chained_{optimizer}.optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_0"
+                found[f"{group}.dtype_(torch.float32, torch.float32).bucket_idx_{number}.{state}"] = (values, [pieces])
+
+    of_layer = (*TRANSFORMER_ENGINE[:3], "pre_mlp_layernorm", "mlp.router")
+    for tp_rank in range(2):
+        parts = [share("word_embeddings.weight", model["embedding.word_embeddings.weight"], 2, tp_rank)]
+        for layer, part in itertools.product(range(2), of_layer):
+            parts += [share(name, model[name][layer], 2, tp_rank) for name in model if name.startswith("decoder.layers.") and part in name]
+        parts += [model["decoder.final_layernorm.weight"], share("output_layer.weight", model["output_layer.weight"], 2, tp_rank)]
+        add(0, tp_rank, parts)
+    for ep_rank, etp_rank in itertools.product(range(2), range(etp)):
+        parts = []
+        for layer, module in itertools.product(range(2), ("linear_fc1.weight", "linear_fc2.weight")):
+            stacked = model[f"decoder.layers.mlp.experts.experts.{module}"][layer]
+            parts += [share(module, stacked[expert], etp, etp_rank) for expert in experts[2 * ep_rank : 2 * ep_rank + 2]]
+        add(1, etp_rank + etp * ep_rank, parts)
+    return opened(folder / "iter", found, argparse.Namespace(**{**run.args, **sizes}))
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+def test_experts_of_grouped_modules(etp: int, tmp_path: Path) -> None:
+    """Tensor ranks have copies of experts, or share them. Experts in another order are not taken for these."""
+    fields = {**SIZES, "vocab_size": 250, "num_hidden_layers": 2, "num_local_experts": 4, "tie_word_embeddings": False}
+    hf = saved_model({**fields, "model_type": "mixtral"}, tmp_path / "hf")
+    assert_read(grouped(tmp_path / "right", hf, etp=etp, experts=[0, 1, 2, 3]), hf)
+    message = refused(grouped(tmp_path / "wrong", hf, etp=etp, experts=[0, 2, 1, 3]))
+    assert "linear_fc1.weight of layer 0, expert 1: got other values than those of" in message
 
 
 def refused(reader: TorchDistReader) -> str:

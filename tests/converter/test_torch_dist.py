@@ -178,7 +178,8 @@ REFUSED: dict[str, tuple[Callable[[Path, argparse.Namespace], object], str]] = {
         lambda inner, args: torch.save({"iteration": 3}, inner / "common.pt"),
         "num_layers: got nothing, expected a value; give the model's",
     ),
-    "experts, by the arguments": (say(num_experts=8), "args num_experts: got 8, expected None"),
+    "experts, by the arguments": (say(num_experts=8), "args moe_router_topk: got nothing, expected a value; give the model's"),
+    "experts without tensors": (say(num_experts=8, moe_router_topk=2), "gate.weight: got no tensor, expected decoder.layers.mlp.router.weight"),
     "latent attention, by the arguments": (say(multi_latent_attention=True), "args multi_latent_attention: got True, expected False"),
     "a quantised model": (
         lambda inner, args: (inner / "modelopt_state").mkdir(),

@@ -137,6 +137,23 @@ def test_other_losses_are_said() -> None:
     ]
 
 
+def test_other_routers_are_said() -> None:
+    """A loss without a weight is none. Of one with several kinds all are named."""
+    args = {**RUN, "num_experts": 4, "bf16": True, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0}
+    same = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01, "moe_router_dtype": "fp32"}
+    ours = Config(training=replace(TrainingConfig(), moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.01))
+    assert list(sample_lines({**args, **same}, 12, ours))[1:] == []
+    assert run_options({**args, **same}).training.moe_aux_loss_coeff == 0.01
+    assert list(sample_lines({**args, "moe_z_loss_coeff": 0.001}, 12, ours))[1:] == [
+        "warning: --moe-router-load-balancing-type was none x 0.0 in Megatron-LM, and is seq_aux_loss x 0.01",
+        "warning: --moe-z-loss-coeff was 0.001 in Megatron-LM, and is 0.0",
+        "warning: Megatron-LM computed routers in bf16, and here they are in fp32: some tokens may have other experts",
+    ]
+    several = {**same, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]}
+    [line] = list(sample_lines({**args, **several}, 12, Config()))[1:]
+    assert "was aux_loss seq_aux_loss x [0.1, 0.2] in Megatron-LM, and is none x 0.0" in line
+
+
 def test_another_schedule_is_said() -> None:
     """Also where the learning rate of the next step is the same."""
     theirs = run_options({**RUN, "lr_decay_style": "cosine", "lr_decay_iters": 10, "lr_warmup_iters": 4, "min_lr": 1e-4})

@@ -91,7 +91,7 @@ def test_rows_of_experts_elsewhere_are_left_alone(dtype: torch.dtype, torchs: bo
     count = len(sizes)
     experts = torch.cat([torch.arange(count).repeat_interleave(torch.tensor(sizes)), torch.full((90,), count)])
     shuffled = experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(1))]
-    groups = rows.sorted_rows(shuffled[:, None].to(device), count, torch.float32, divided=True)
+    groups = rows.sorted_rows(shuffled[:, None].to(device), count, torch.float32, most=len(shuffled))
     assert groups.sizes is None and groups.elsewhere is not None and len(groups.order) == len(experts) > sum(sizes) == int(groups.ends[-1])
     monkeypatch.setattr(rows, "_has_grouped_kernel", lambda *tensors: torchs and dtype is torch.bfloat16)
     x = draw(len(experts), depth, seed=1, device=device, dtype=dtype)

@@ -34,6 +34,7 @@ from megatron_llama.converter.native import optimizer as native_optimizer
 from megatron_llama.converter.native.writer import NativeWriter
 from megatron_llama.converter.torch_dist.optimizer import has_optimizer, open_optimizer
 from megatron_llama.converter.torch_dist.reader import TorchDistReader
+from megatron_llama.converter.torch_dist.run_state import SAME_ROUTER_LOSSES
 from megatron_llama.converter.torch_dist.writer import TorchDistWriter
 from megatron_llama.errors import CheckpointError, ConfigError, describe, listing
 from megatron_llama.model.hf import carried_config
@@ -76,6 +77,7 @@ def convert(
     tensor_model_parallel_size: int | None = None,
     pipeline_model_parallel_size: int | None = None,
     pipeline_layer_split: Sequence[int] | None = None,
+    expert_model_parallel_size: int | None = None,
     make_vocab_size_divisible_by: int | None = None,
     megatron_layout: Literal["transformer_engine", "local", "legacy"] | None = None,
     max_shard_bytes: int | None = None,
@@ -99,7 +101,8 @@ def convert(
     for its number of files),
     ``pipeline_model_parallel_size`` (1), ``pipeline_layer_split`` (blocks of each stage; equal
     shares; the two ``megatron`` formats), ``make_vocab_size_divisible_by`` (128; these and
-    ``torch_dist``),
+    ``torch_dist``), ``expert_model_parallel_size`` (1; ``torch_dist``: that of the run which goes
+    on, since above 1 Megatron has an optimizer of its own for experts),
     ``megatron_layout`` (``"transformer_engine"``; the names that ``megatron`` has),
     ``max_shard_bytes`` (5e9; ``hf``).
 
@@ -119,6 +122,7 @@ def convert(
         ("tensor_model_parallel_size", tensor_model_parallel_size, (*PADDED, "meta")),
         ("pipeline_model_parallel_size", pipeline_model_parallel_size, MEGATRONS),
         ("pipeline_layer_split", pipeline_layer_split, MEGATRONS),
+        ("expert_model_parallel_size", expert_model_parallel_size, ("torch_dist",)),
         ("make_vocab_size_divisible_by", make_vocab_size_divisible_by, PADDED),
         ("megatron_layout", megatron_layout, ("megatron",)),
         ("max_shard_bytes", max_shard_bytes, ("hf",)),
@@ -130,6 +134,7 @@ def convert(
     ]
     tp = 1 if tensor_model_parallel_size is None else tensor_model_parallel_size
     pp = 1 if pipeline_model_parallel_size is None else pipeline_model_parallel_size
+    ep = 1 if expert_model_parallel_size is None else expert_model_parallel_size
     multiple = 128 if make_vocab_size_divisible_by is None else make_vocab_size_divisible_by
     shard_bytes = 5_000_000_000 if max_shard_bytes is None else max_shard_bytes
     layout = "transformer_engine" if megatron_layout is None else megatron_layout
@@ -138,6 +143,7 @@ def convert(
         for name, value, least in (
             ("tensor_model_parallel_size", tp, 1),
             ("pipeline_model_parallel_size", pp, 1),
+            ("expert_model_parallel_size", ep, 1),
             ("make_vocab_size_divisible_by", multiple, 1),
             ("workers", workers, 1),
             ("max_shard_bytes", shard_bytes, 1),
@@ -203,8 +209,13 @@ def convert(
         writer = MetaWriter(tp)
         lost = meta_names.lost_fields(model)
     elif to == "torch_dist":
-        writer = TorchDistWriter(workers, tp, state)
+        writer = TorchDistWriter(workers, tp, state, ep)
         lost = megatron_args.lost_fields(model, "megatron", (model.num_hidden_layers,))
+        if state is not None and model.num_experts and expert_model_parallel_size is None:
+            left_out.append(
+                "the optimizer is written for a run without expert parallelism: for another give "
+                "--expert-model-parallel-size, since Megatron-LM cannot change it later"
+            )
     else:
         split = _split(pp, pipeline_layer_split or (), model.num_hidden_layers)
         writer = MegatronWriter(to, tp, split, layout)
@@ -246,7 +257,11 @@ def _native_state(source: NativeReader) -> tuple[OptimizerState | None, list[str
     reasons = list(native_optimizer.optimizer_problems(meta))
     if reasons:
         return None, [f"Megatron-LM has no optimizer for this state: {why}" for why in reasons]
-    return native_optimizer.open_optimizer(source), []
+    state = native_optimizer.open_optimizer(source)
+    kind = state.config.training.moe_router_load_balancing_type
+    if kind in SAME_ROUTER_LOSSES:
+        return state, []
+    return state, [f"Megatron-LM has no such loss: --moe-router-load-balancing-type {kind}"]
 
 
 def _split(pp: int, given: Sequence[int], layers: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ loaders ignore."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -55,7 +55,6 @@ OTHER_MODELS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "RMSNorm": (True,),
         "position_embedding_type": ("rope",),
         "rotary_interleaved": (False,),
-        "num_experts": (None,),
         "multi_latent_attention": (False,),
         "apply_layernorm_1p": (False,),
         "apply_residual_connection_post_layernorm": (False,),
@@ -111,10 +110,17 @@ MEGATRON_ONLY = ("normalization", "group_query_attention", "rotary_base")
 
 
 def read_args(
-    args: Mapping[str, Any], config: ModelConfig | None, *, tied: bool, where: str
+    args: Mapping[str, Any],
+    config: ModelConfig | None,
+    *,
+    tied: bool,
+    where: str,
+    has_experts: bool = False,
+    ignored: Collection[str] = (),
 ) -> ModelConfig:
     """Return the model of a file's arguments, its vocabulary still unknown (1). ``config`` is the
-    user's or the file's own, which must not contradict them.
+    user's or the file's own, which must not contradict them. ``has_experts``: the format holds
+    models with experts; unknown arguments of these are refused unless their names are ``ignored``.
 
     Raises CheckpointError with every argument that is missing, of another kind than Megatron's, or
     that no LLaMA has."""
@@ -129,6 +135,19 @@ def read_args(
         for name, values in OTHER_MODELS.items()
         if args.get(name, values[0]) not in values
     ]
+    sparse = args.get("num_experts") or (config.num_experts if config else 0)
+    if sparse and not has_experts:
+        raise CheckpointError(
+            f"{where} num_experts",
+            got=shown(sparse),
+            expected="None: in this format dense models alone are read",
+            do="load it with Megatron-LM and save it with --ckpt-format torch_dist",
+        )
+    if sparse:
+        from megatron_llama.converter.megatron import expert_args  # of few models
+
+        expert_args.require_kinds(args, where)
+        problems += expert_args.argument_problems(args, where, ignored)
     if config is not None:
         problems += _contradictions(args, config, tied=tied, where=where)
         fields = hf_config_from_model(config, dtype="float32") | {"vocab_size": 1}
@@ -142,15 +161,19 @@ def read_args(
         raise CheckpointError(listing(f"{where} cannot be used:", problems))
     model = model_config_from_hf(fields, where=where)
     expected = kind_args(model)
+    given = _given_kind(args, model.num_hidden_layers)
+    if sparse:
+        expected |= expert_args.model_experts(model)
+        given |= expert_args.given_experts(args, model.num_hidden_layers)
     problems = [
         describe(
             f"{where} {name}",
-            got=args[name],
-            expected=f"{expected[name]}, by the config of a {model.model_type}",
+            got=args.get(name),
+            expected=f"{expected.get(name)}, by the config of a {model.model_type}",
             do="give the config of this model (--hf-config)",
         )
-        for name, value in _given_kind(args, model.num_hidden_layers).items()
-        if value != expected[name]
+        for name, value in given.items()
+        if value != expected.get(name)
     ]
     if problems:
         raise CheckpointError(listing(f"{where} cannot be used:", problems))
@@ -249,14 +272,23 @@ def _given_kind(args: Mapping[str, Any], layers: int) -> dict[str, Any]:
     return given
 
 
-def _family_fields(args: Mapping[str, Any]) -> dict[str, Any]:
+def _family_fields(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the fields of a config.json for features that LLaMA does not have, of the family that
-    has them. If no family has all of them, ``read_args`` sees the difference."""
+    has them, and the names of arguments that are missing. If no family has all of them,
+    ``read_args`` sees the difference."""
     # A window is listed for each layer; more layers than the limit are refused later.
     layer_count = min(int(args.get("num_layers") or 0), LARGEST_LAYERS)
     given = _given_kind(args, layer_count)
     window = given.get("window_size")
     size = None if window is None else int(window[0]) + 1
+    if args.get("num_experts"):
+        from megatron_llama.converter.megatron.expert_args import family_fields  # of few models
+
+        return family_fields(args, layer_count, size)
+    return _dense_family(given, size), []
+
+
+def _dense_family(given: Mapping[str, Any], size: int | None) -> dict[str, Any]:
     types = given.get("window_attn_skip_freq")
     layers = {} if types is None else {"layer_types": [SLIDING if on else FULL for on in types]}
     qwen = {"use_sliding_window": size is not None, "sliding_window": size, "max_window_layers": 0}
@@ -279,6 +311,11 @@ def _contradictions(
     do = "give the config of this model"
     for name, field in SIZES.items():
         size = getattr(config, field)
+        if field == "intermediate_size" and config.num_experts:
+            from megatron_llama.converter.megatron.expert_args import has_experts_everywhere
+
+            if has_experts_everywhere(config):
+                continue  # no layer has such an MLP
         if args.get(name, size) != size:
             expected = f"{size}, by the config"
             yield describe(f"{where} {name}", got=args[name], expected=expected, do=do)
@@ -298,7 +335,8 @@ def _hf_fields(args: Mapping[str, Any], *, tied: bool) -> tuple[dict[str, Any], 
         "norm_epsilon": eps,
         "rotary_base": theta,
     }
-    missing = [name for name, value in required.items() if value is None]
+    own, absent = _family_fields(args)
+    missing = [*(name for name, value in required.items() if value is None), *absent]
     fields = {field: args.get(name) for name, field in SIZES.items()}
     groups = args.get("num_query_groups") if args.get("group_query_attention") else None
     fields |= {
@@ -311,7 +349,7 @@ def _hf_fields(args: Mapping[str, Any], *, tied: bool) -> tuple[dict[str, Any], 
         "rope_scaling": _scaling(args),
         "tie_word_embeddings": tied,
         "initializer_range": args.get("init_method_std", 0.02),
-        **_family_fields(args),
+        **own,
     }
     return fields, missing
 
@@ -350,6 +388,7 @@ def make_args(
         "use_rope_scaling": kind == "llama3",
         "rope_scaling_factor": scaling["factor"] if kind == "llama3" else 8.0,
         **kind_args(model),
+        **_experts_of(model),
         "transformer_impl": "local" if layout != "transformer_engine" else layout,
         "use_legacy_models": layout == "legacy",
         **_uneven(split),
@@ -387,6 +426,14 @@ def make_args(
     }
 
 
+def _experts_of(model: ModelConfig) -> dict[str, Any]:
+    if not model.num_experts:
+        return {}
+    from megatron_llama.converter.megatron.expert_args import expert_args  # of few models
+
+    return expert_args(model)
+
+
 def _uneven(split: Sequence[int]) -> dict[str, int | None]:
     """Return Megatron-LM's arguments for a first or last stage with another number of blocks."""
     equal = len(set(split)) == 1
@@ -395,10 +442,18 @@ def _uneven(split: Sequence[int]) -> dict[str, int | None]:
     return {first: None, last: None} if equal else {first: split[0], last: split[-1]}
 
 
-def held_problems(model: ModelConfig, family: str, layout: str) -> Iterator[str]:
-    """Yield the features that the family's own program cannot compute, whatever its arguments."""
+def held_problems(
+    model: ModelConfig, family: str, layout: str, *, has_experts: bool = False
+) -> Iterator[str]:
+    """Yield the features that the family's own program cannot compute, whatever its arguments.
+    ``has_experts``: the format holds models with experts."""
     grown = family == "megatron" and layout != LEGACY
     held = HELD if grown else ()
+    if has_experts and model.num_experts:
+        from megatron_llama.converter.megatron import expert_args  # of few models
+
+        held = (*held, "num_experts")
+        yield from expert_args.held_problems(model)
     yield from kind_problems(f"{family}{'' if grown else f' ({layout})'}", model, held)
     if grown and model.attention_bias != model.mlp_bias:
         yield describe(

@@ -25,6 +25,10 @@ OF_A_RUN = (
     "max_position_embeddings",
     "vocab_size",
     "padded_vocab_size",
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "expert_model_parallel_size",
     "transformer_impl",
 )
 """Arguments of Megatron that are shown for a checkpoint."""

@@ -44,6 +44,8 @@ OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..*")
 """Keys of the optimizer's state."""
 OTHER_PARTS: Mapping[str, str] = MappingProxyType(
     {
+        r".*\.shared_experts\..*": "an expert of all tokens",
+        r".*\.router\.(expert_bias|bias)": "a router with biases",
         r".*\.(experts|shared_experts|router|local_experts)\..*": "a mixture of experts",
         r".*\.(linear_(q|kv|qkv)_(down|up)_proj|kv_layernorm|linear_q_proj)\..*": (
             "multi-head latent attention"
@@ -62,8 +64,10 @@ class StoredWeight:
     """The place of a tensor of ours, or of a half of one, in a folder."""
 
     key: str
-    layer: int | None
-    """Its index in dimension 0 of a stacked tensor."""
+    index: tuple[int, ...]
+    """Its index in the first dimensions of a stacked tensor: layer, expert."""
+    stacked: tuple[int, ...]
+    """The sizes of these dimensions."""
     map: TensorMap
     """The HuggingFace rows in its rows."""
 
@@ -72,15 +76,11 @@ def find_weights(model: ModelConfig, container: Container) -> tuple[StoredWeight
     """Return the places of the model's tensors; the model's vocabulary has the stored padding.
     Raises CheckpointError with every tensor that is missing, of another shape or of another model,
     and with all problems that keep the tensors from being read."""
-    layers = model.num_hidden_layers
     tensors = container.tensors
-    maps = file_tensors(
-        model, "megatron", partition_of([layers], 1), 0, tp=1, tp_rank=0, whole_head=False
-    )
     weights = list[StoredWeight]()
     problems = list[str]()
-    for own, map in maps.items():
-        candidates = list(_candidates(own, map))
+    for own, map in _whole_maps(model).items():
+        candidates = list(_candidates(own, map, model))
         stored = next(
             (places for places in candidates if all(p.key in tensors for p in places)), ()
         )
@@ -97,17 +97,45 @@ def find_weights(model: ModelConfig, container: Container) -> tuple[StoredWeight
                 )
             )
         for weight in stored:
-            shape = weight.map.shape if weight.layer is None else (layers, *weight.map.shape)
+            shape = (*weight.stacked, *weight.map.shape)
             if tensors[weight.key].shape != shape:
                 got = f"shape {tensors[weight.key].shape}"
                 where = f"{container.folder} {weight.key}"
-                problem = describe(where, got=got, expected=shape, do=MATCHING_FILES)
-                # A stacked tensor would be listed for each layer.
-                problems += [problem] if problem not in problems else []
+                problems.append(describe(where, got=got, expected=shape, do=MATCHING_FILES))
     problems += _unknown(container, {weight.key for weight in weights})
-    refuse(f"{container.folder} does not hold the model:", problems)
+    # A stacked tensor is listed for each layer.
+    refuse(f"{container.folder} does not hold the model:", list(dict.fromkeys(problems)))
     container.require(dict.fromkeys(weight.key for weight in weights))
     return tuple(weights)
+
+
+def written_weights(model: ModelConfig) -> Iterator[StoredWeight]:
+    """Yield the places at which the model's tensors are written, with those of one layer after
+    those of another."""
+    layers = model.num_hidden_layers
+    for own, map in _whole_maps(model).items():
+        if not own.startswith("model.layers."):
+            yield StoredWeight(their_name(own, TE, "megatron", tied=False), (), (), map)
+            continue
+        layer, leaf = _layer_and_leaf(own)
+        if model.num_experts:
+            from megatron_llama.converter.torch_dist import experts  # of few models
+
+            yield from experts.written_places(layer, leaf, map, model)
+        else:
+            yield StoredWeight(LAYERS + BLOCKS[TE][leaf], (layer,), (layers,), map)
+
+
+def _whole_maps(model: ModelConfig) -> dict[str, TensorMap]:
+    """Return the map of each tensor of a model without parallelism, by our names."""
+    partition = partition_of([model.num_hidden_layers], 1)
+    return file_tensors(model, "megatron", partition, 0, tp=1, tp_rank=0, whole_head=False)
+
+
+def _layer_and_leaf(own: str) -> tuple[int, str]:
+    """Return the number of a block, and our name within it."""
+    number, _, leaf = own.removeprefix("model.layers.").partition(".")
+    return int(number), leaf
 
 
 def model_keys(tensors: Iterable[str]) -> Iterator[str]:
@@ -127,18 +155,28 @@ def layer_count(tensors: Mapping[str, StoredTensor]) -> int:
     return max(counts)
 
 
-def _candidates(own: str, map: TensorMap) -> Iterator[tuple[StoredWeight, ...]]:
-    """Yield the possible places of a tensor of ours, each of one or two keys."""
+def _candidates(own: str, map: TensorMap, model: ModelConfig) -> Iterator[tuple[StoredWeight, ...]]:
+    """Yield the possible places of a tensor of ours, each of one or several keys."""
     if not own.startswith("model.layers."):
-        yield (StoredWeight(their_name(own, TE, "megatron", tied=False), None, map),)
+        yield (StoredWeight(their_name(own, TE, "megatron", tied=False), (), (), map),)
         return
-    number, _, leaf = own.removeprefix("model.layers.").partition(".")
+    layer, leaf = _layer_and_leaf(own)
+    if model.num_experts:
+        from megatron_llama.converter.torch_dist import experts  # of few models
+
+        if experts.is_expert_part(leaf):
+            yield from experts.possible_places(layer, leaf, map, model)
+            return
+    layers = model.num_hidden_layers
     for theirs in dict.fromkeys((BLOCKS[TE][leaf], BLOCKS[LOCAL][leaf])):
-        for layer, key in ((int(number), LAYERS + theirs), (None, f"{LAYERS}{number}.{theirs}")):
-            yield (StoredWeight(key, layer, map),)
+        single = f"{LAYERS}{layer}.{theirs}"
+        for key, index, stacked in ((LAYERS + theirs, (layer,), (layers,)), (single, (), ())):
+            yield (StoredWeight(key, index, stacked, map),)
             if "linear_fc1" in theirs and leaf.startswith("mlp."):
                 halves = zip(HALVES, (0, 1), strict=True)
-                yield tuple(StoredWeight(key + end, layer, map.one_slice(n)) for end, n in halves)
+                yield tuple(
+                    StoredWeight(key + end, index, stacked, map.one_slice(n)) for end, n in halves
+                )
 
 
 def _unknown(container: Container, known: set[str]) -> Iterator[str]:
@@ -190,8 +228,7 @@ class StoredSource:
                 continue
             target = out[top - row : bottom - row]
             # Tensors are split by rows alone: every piece has all columns.
-            offset = [piece.row + top - piece.hf_row, *column]
-            if weight.layer is not None:
-                offset = [weight.layer, *offset]
+            offset = (*weight.index, piece.row + top - piece.hf_row, *column)
+            for _ in weight.index:
                 target = target.unsqueeze(0)
             self._container.read(self._prefix + weight.key, offset, target)

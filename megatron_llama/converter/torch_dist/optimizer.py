@@ -5,12 +5,16 @@ Megatron-Core writes it in three shapes. Two have the model's own keys and shape
 (``optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight``): the distributed optimizer's
 ``fully_reshardable``, and the state that is written without it. The third, the distributed
 optimizer's ``dp_reshardable``, is its memory unchanged; ``flat_buckets`` reads it.
+
+With expert parallelism experts have an optimizer of their own: ``common.pt`` has the options of
+both, numbered, and their tensors are named alike.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +34,7 @@ from megatron_llama.converter.torch_dist.flat_buckets import FlatBuckets
 from megatron_llama.converter.torch_dist.masters import require_masters
 from megatron_llama.converter.torch_dist.names import StoredSource
 from megatron_llama.converter.torch_dist.reader import TorchDistReader
+from megatron_llama.converter.torch_dist.run_state import SAME_ROUTER_LOSSES
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, UserError, describe
 
@@ -39,7 +44,9 @@ MASTERS: Mapping[str | None, str] = MappingProxyType(
 )
 """Names of the fp32 masters, by the way in which the distributed optimizer is sharded; None:
 without it."""
+GROUP_STATE = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_")
 WEIGHTS_ALONE = "take its weights alone: --finetune, or convert --to hf"
+SAVE_RESHARDABLE = f"save it with --dist-ckpt-optim-fully-reshardable, or {WEIGHTS_ALONE}"
 
 
 def has_optimizer(opened: TorchDistFolder) -> bool:
@@ -52,39 +59,44 @@ def open_optimizer(reader: TorchDistReader) -> OptimizerState:
     that keep a run from going on with it."""
     opened = reader.checkpoint
     with _reading(f"{opened.common_file}"):
-        sharding, known = _known(opened)
+        sharding, known = _known(opened, has_experts=reader.model.num_experts > 0)
     return replace(known, sources=_sources(reader, sharding))
 
 
-def _known(opened: TorchDistFolder) -> tuple[str | None, OptimizerState]:
+def _known(opened: TorchDistFolder, *, has_experts: bool) -> tuple[str | None, OptimizerState]:
     """Return the kind of sharding of the state, and the state without its sources. Raises
     CheckpointError."""
     container = opened.container
     where = f"{opened.common_file} optimizer"
     chained = next((name for name in container.tensors if name.startswith("chained_")), None)
     common = opened.common.get("optimizer")
-    if chained is not None or not isinstance(common, dict):
+    parts = _parts(common) if has_experts else [common]
+    if has_experts and all(isinstance(part, dict) and _sharding(part) == FLAT for part in parts):
+        chained = None  # their buffers
+    if chained is not None or not all(isinstance(part, dict) for part in parts):
         got = "the state of several optimizers" if chained is not None else "none"
         raise CheckpointError(where, got=got, expected="the state of one Adam", do=WEIGHTS_ALONE)
-    sharding = common.get("param_state_sharding_type")
-    if not isinstance(sharding, str | None) or sharding not in MASTERS:
+    shardings = [_sharding(part) for part in parts]
+    sharding = shardings[0]
+    same = all(other == sharding for other in shardings)
+    if not isinstance(sharding, str | None) or sharding not in MASTERS or not same:
         expected = ", ".join(name for name in MASTERS if name is not None)
         raise CheckpointError(
             f"{where} param_state_sharding_type",
-            got=sharding,
+            got=sharding if same else " and ".join(map(str, shardings)),
             expected=expected,
-            do=f"save it with --dist-ckpt-optim-fully-reshardable, or {WEIGHTS_ALONE}",
+            do=SAVE_RESHARDABLE,
         )
-    states = [common]
+    states = list(parts)
     if sharding == FLAT:
         names = sorted(name for name in container.objects if _is_group_state(name))
         # Megatron-Core saves each object in a list of one.
         states = [state for name in names for state in container.load_object(name)]
     scales = [name for name in container.objects if name.endswith(".grad_scaler/shard_0_1")]
     groups = [group for state in states for group in _param_groups(state)]
-    problems = list(_group_problems(where, groups))
+    problems = list(_group_problems(where, groups, has_experts=has_experts))
     problems += list(_argument_problems(opened.args, f"{opened.common_file} args"))
-    if scales or any("grad_scaler" in state for state in (common, *states)):
+    if scales or any("grad_scaler" in state for state in (*parts, *states)):
         problems.append(
             describe(
                 f"{where} grad_scaler",
@@ -114,6 +126,17 @@ def _known(opened: TorchDistFolder) -> tuple[str | None, OptimizerState]:
         lr=next((float(group["lr"]) for group in groups if "lr" in group), None),
         config=_with_groups(run_options(opened.args, f"{opened.common_file} args"), groups),
     )
+
+
+def _parts(common: Any) -> list[Any]:
+    """Return the entries of each optimizer. Several are numbered."""
+    if isinstance(common, dict) and common and all(type(key) is int for key in common):
+        return [common[number] for number in sorted(common)]
+    return [common]
+
+
+def _sharding(part: Any) -> Any:
+    return part.get("param_state_sharding_type")
 
 
 def position(opened: TorchDistFolder) -> tuple[int, int]:
@@ -209,6 +232,7 @@ ARGUMENT_TYPES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("lr", "min_lr", "clip_grad", "weight_decay", "adam_eps"), RATE),
         **dict.fromkeys(("adam_beta1", "adam_beta2"), SHARE),
         "lr_warmup_fraction": RATE,
+        "moe_z_loss_coeff": RATE,
         **dict.fromkeys(("lr_decay_style", "lr_wsd_decay_style", "split"), "a name"),
         **dict.fromkeys(("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"), WHOLE),
         **dict.fromkeys(("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples"), WHOLE),
@@ -256,6 +280,10 @@ def _options(args: Mapping[str, Any]) -> Config:
         **given("lr_warmup_fraction", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
     )
     sizes = given("seq_length", "micro_batch_size", "global_batch_size", "rampup_batch_size")
+    kind, coefficient, z_loss = router_losses(args)
+    if kind in SAME_ROUTER_LOSSES:
+        sizes |= {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": coefficient}
+        sizes |= {"moe_z_loss_coeff": z_loss}
     if "rampup_batch_size" in sizes:
         sizes["rampup_batch_size"] = tuple(map(int, sizes["rampup_batch_size"]))
     training = TrainingConfig(
@@ -268,6 +296,21 @@ def _options(args: Mapping[str, Any]) -> Config:
         megatron_data_order=True,
     )
     return Config(optimizer=optimizer, training=training, data=data)
+
+
+def router_losses(args: Mapping[str, Any]) -> tuple[str, Any, float]:
+    """Return the kind of the loss that loads experts equally, its coefficient, and that of the
+    z-loss, by Megatron-LM's arguments. It has lists for several kinds."""
+    z_loss = float(args.get("moe_z_loss_coeff") or 0.0)
+    coefficient = args.get("moe_aux_loss_coeff") or 0.0
+    weights = coefficient if isinstance(coefficient, list | tuple) else [coefficient]
+    if not args.get("num_experts"):
+        return "none", 0.0, 0.0
+    if not any(weights):
+        return "none", 0.0, z_loss
+    kinds = args.get("moe_router_load_balancing_type")
+    kind = " ".join(map(str, kinds)) if isinstance(kinds, list | tuple) else str(kinds)
+    return kind, coefficient, z_loss
 
 
 def _with_groups(config: Config, groups: Sequence[Mapping[str, Any]]) -> Config:
@@ -327,7 +370,7 @@ def _sources(reader: TorchDistReader, sharding: str | None) -> Mapping[str, Weig
 
 def _is_group_state(name: str) -> bool:
     """Whether an object holds the options of one data-parallel group's optimizer."""
-    return name.startswith("optimizer.distributed.dp_group_idx_") and ".optimizer/" in name
+    return GROUP_STATE.match(name) is not None and ".optimizer/" in name
 
 
 def _inner(state: Any) -> Mapping[str, Any]:
@@ -355,7 +398,9 @@ def _step_counts(state: Any) -> Iterator[Any]:
             yield group["step"]
 
 
-def _group_problems(where: str, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _group_problems(
+    where: str, groups: Sequence[Mapping[str, Any]], *, has_experts: bool
+) -> Iterator[str]:
     """Yield the options of the parameters' groups that the optimizer here does not have."""
     if not groups:
         yield describe(
@@ -367,7 +412,7 @@ def _group_problems(where: str, groups: Sequence[Mapping[str, Any]]) -> Iterator
         ("decoupled_weight_decay", "True: AdamW", (None, True)),
         ("lr_mult", "1: one learning rate for all", (None, 1)),
         ("is_decoupled_lr", "False: one learning rate for all", (None, False)),
-        ("is_expert_parallel", "False: a dense model", (None, False)),
+        ("is_expert_parallel", "False: a dense model", (None, False, has_experts)),
         ("wd_mult", "1 for matrices, 0 for vectors", (None, 0, 1)),
     )
     for number, group in enumerate(groups):
@@ -411,6 +456,8 @@ def _argument_problems(args: Mapping[str, Any], where: str) -> Iterator[str]:
         ("use_megatron_fsdp", "False", (None, False)),
         ("decoupled_weight_decay", "True: AdamW", (None, True)),
         ("weight_decay_incr_style", "constant", (None, "constant")),
+        # Its weights are transposed where they are saved; for moments that is not certain.
+        ("moe_use_legacy_grouped_gemm", "False", (None, False)),
         # In bf16 its masters are halves of numbers: the weights have the other halves.
         ("use_precision_aware_optimizer", "False: a save without it", (None, False)),
     )

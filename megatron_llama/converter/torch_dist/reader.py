@@ -68,7 +68,14 @@ class TorchDistReader:
         refuse(f"{self.folder} does not hold the model:", problems)
         where = f"{opened.common_file} args"
         try:
-            model = read_args(opened.args, user, tied=HEAD_KEY not in tensors, where=where)
+            model = read_args(
+                opened.args,
+                user,
+                tied=HEAD_KEY not in tensors,
+                where=where,
+                has_experts=True,
+                ignored=ignored,
+            )
         except UserError:
             raise
         except Exception as error:

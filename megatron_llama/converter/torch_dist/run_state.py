@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_llama.checkpoint.model_folders.optimizer_state import OptimizerState
 from megatron_llama.config.batch_ramp import with_decay
+from megatron_llama.config.schema import TrainingConfig
 
 SAME_OPTIMIZER = (
     "lr",
@@ -31,6 +32,11 @@ NONE_WITHOUT = (
 """Options of the optimizer that Megatron-LM has under the same names; of the latter it has None for
 those that are not given."""
 SAME_TRAINING = ("seq_length", "micro_batch_size", "global_batch_size", "seed")
+
+
+SAME_ROUTER_LOSSES = ("none", "seq_aux_loss")
+"""Values of --moe-router-load-balancing-type that train the same in Megatron-LM. Its
+``global_aux_loss`` counts the microbatches up to the present one."""
 
 
 def training_args(state: OptimizerState) -> dict[str, Any]:
@@ -65,8 +71,20 @@ def training_args(state: OptimizerState) -> dict[str, Any]:
     }
 
 
-def optimizer_entries(state: OptimizerState) -> dict[str, Any]:
-    """Return the entries ``optimizer`` and ``opt_param_scheduler``."""
+def router_loss_args(training: TrainingConfig) -> dict[str, Any]:
+    """Return the arguments of the losses of routers that Megatron-LM has, too."""
+    kind = training.moe_router_load_balancing_type
+    is_same = kind in SAME_ROUTER_LOSSES
+    return {
+        "moe_router_load_balancing_type": kind if is_same else "none",
+        "moe_aux_loss_coeff": training.moe_aux_loss_coeff if is_same else 0.0,
+        "moe_z_loss_coeff": training.moe_z_loss_coeff or None,
+    }
+
+
+def optimizer_entries(state: OptimizerState, *, ep: int) -> dict[str, Any]:
+    """Return the entries ``optimizer`` and ``opt_param_scheduler``. With an expert-parallel size
+    ``ep`` above 1, experts have an optimizer of their own, of matrices alone."""
     optimizer = state.config.optimizer
     group = {
         "is_expert_parallel": False,
@@ -87,13 +105,17 @@ def optimizer_entries(state: OptimizerState) -> dict[str, Any]:
         {**group, "wd_mult": times, "weight_decay": times * optimizer.weight_decay}
         for times in (1.0, 0.0)
     ]
+    optimizers = [_optimizer_entry(groups)]
+    if ep > 1:
+        optimizers.append(_optimizer_entry([{**groups[0], "is_expert_parallel": True}]))
     return {
-        "optimizer": {
-            "optimizer": {"param_groups": groups},
-            "param_state_sharding_type": "fully_reshardable",
-        },
+        "optimizer": dict(enumerate(optimizers)) if ep > 1 else optimizers[0],
         "opt_param_scheduler": scheduler_state(state),
     }
+
+
+def _optimizer_entry(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
 
 
 def scheduler_state(state: OptimizerState) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from megatron_llama.checkpoint.model_folders.optimizer_state import OptimizerSta
 from megatron_llama.checkpoint.model_folders.torch_dist.folder import TorchDistFolder
 from megatron_llama.config.batch_ramp import run_samples
 from megatron_llama.config.parse import flag
-from megatron_llama.config.schema import Config, ModelConfig
+from megatron_llama.config.schema import Config, ModelConfig, TrainingConfig
 from megatron_llama.converter.torch_dist.optimizer import (
     has_optimizer,
     open_optimizer,
     position,
+    router_losses,
     run_options,
 )
 from megatron_llama.converter.torch_dist.reader import TorchDistReader
@@ -101,6 +102,7 @@ def sample_lines(args: Mapping[str, Any], consumed: int, config: Config) -> Iter
         now = getattr(config.data, name)
         if before is not None and before != now:
             yield f"warning: {flag(name)} was {before} in Megatron-LM, and is {now}"
+    yield from _router_lines(args, config.training)
     if not config.data.megatron_data_order:
         return
     where = "warning: --megatron-data-order"
@@ -121,3 +123,24 @@ def sample_lines(args: Mapping[str, Any], consumed: int, config: Config) -> Iter
         if before != now:
             same = ", unless this is the same dataset" if option == "--data-path" else ""
             yield f"{where}: {option} was {before} and is {now}: the samples are others{same}"
+
+
+def _router_lines(args: Mapping[str, Any], training: TrainingConfig) -> Iterator[str]:
+    """Yield warnings of routers that were trained or computed otherwise."""
+    kind, coefficient, z_loss = router_losses(args)
+    now = (training.moe_router_load_balancing_type, training.moe_aux_loss_coeff)
+    if (kind, coefficient) != now:
+        yield (
+            f"warning: --moe-router-load-balancing-type was {kind} x {coefficient} in Megatron-LM, "
+            f"and is {now[0]} x {now[1]}"
+        )
+    if z_loss != training.moe_z_loss_coeff:
+        yield (
+            f"warning: --moe-z-loss-coeff was {z_loss} in Megatron-LM, and is "
+            f"{training.moe_z_loss_coeff}"
+        )
+    if args.get("num_experts") and args.get("bf16") and not args.get("moe_router_dtype"):
+        yield (
+            "warning: Megatron-LM computed routers in bf16, and here they are in fp32: some tokens "
+            "may have other experts"
+        )

@@ -4,8 +4,9 @@ Megatron-LM run loads them.
 iter_0000100/    metadata.json, common.pt, .metadata and *.distcp (torch.distributed.checkpoint),
                  integrity.json; ``release`` instead of ``iter_...`` for weights only
 
-The keys and shapes are those of a model without parallelism, layers stacked in dimension 0. The
-optimizer's state is the distributed optimizer's in its fully reshardable shape.
+The keys and shapes are those of a model without parallelism, layers stacked in dimension 0 unless
+some of them have experts and some not. The optimizer's state is the distributed optimizer's in its
+fully reshardable shape.
 """
 
 from __future__ import annotations
@@ -38,30 +39,28 @@ from megatron_llama.checkpoint.model_folders.write_tasks import ProgressSource, 
 from megatron_llama.checkpoint.storage import WrittenParts, write_index, write_parts
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.converter.megatron.args import held_problems, make_args
-from megatron_llama.converter.megatron.names import (
-    CHECKPOINT_VERSION,
-    TE,
-    file_tensors,
-    partition_of,
-    their_name,
-)
+from megatron_llama.converter.megatron.names import CHECKPOINT_VERSION, TE
 from megatron_llama.converter.tensor_map import MappedTensor
-from megatron_llama.converter.torch_dist.names import LAYERS
-from megatron_llama.converter.torch_dist.run_state import optimizer_entries, training_args
+from megatron_llama.converter.torch_dist.names import LAYERS, written_weights
+from megatron_llama.converter.torch_dist.run_state import (
+    optimizer_entries,
+    router_loss_args,
+    training_args,
+)
 from megatron_llama.engine.optimizer import WeightSource
+from megatron_llama.errors import describe
 from megatron_llama.model.hf import carried_config
 
 STATE_KEYS: Mapping[str, str] = MappingProxyType(
     {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 )
 """Names of the parts of the optimizer's state in the fully reshardable shape."""
-EXTRA_STATES = (
+ATTENTION = (
     "self_attention.linear_qkv",
     "self_attention.linear_proj",
     "self_attention.core_attention",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
 )
+MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
 """Modules of a layer for whose fp8 scaling Megatron asks. It is None: there is none."""
 HEAD_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 """The same of models with norms of heads."""
@@ -100,10 +99,22 @@ class TorchDistWriter:
     """Number of tensor ranks for which the vocabulary is padded."""
     state: OptimizerState | None = None
     """State of the run. Without it the checkpoint is a release: weights, iteration 0."""
+    ep: int = 1
+    """Expert-parallel size of the run that loads the state."""
 
     def problems(self, model: ModelConfig) -> Iterator[str]:
-        """Yield the reasons why Megatron-Core cannot hold the model."""
-        return held_problems(model, "megatron", TE)
+        """Yield the reasons why Megatron-Core cannot hold the model, or why its experts cannot be
+        divided."""
+        yield from held_problems(model, "megatron", TE, has_experts=True)
+        experts = model.num_experts
+        divisor = f"a divisor of num_experts {experts}"
+        if self.ep > 1 and (experts == 0 or experts % self.ep):
+            yield describe(
+                "--expert-model-parallel-size",
+                got=self.ep,
+                expected=divisor if experts else "1 for a model without experts",
+                do="give the size of the run that will load it",
+            )
 
     def tasks(
         self,
@@ -162,25 +173,18 @@ class TorchDistWriter:
         self, model: ModelConfig, source: WeightSource, dtype: torch.dtype
     ) -> Iterator[_Part]:
         """Yield all parts to be written, layer by layer."""
-        layers = model.num_hidden_layers
         sources = [("", source, dtype)]
         if self.state is not None:
             for state, key in STATE_KEYS.items():
                 values = self.state.sources[state]
                 counted = source.beside(values) if isinstance(source, ProgressSource) else values
                 sources.append((f"optimizer.state.{key}.", counted, torch.float32))
-        partition = partition_of([layers], 1)
         padded = replace(
             model, make_vocab_size_divisible_by=model.make_vocab_size_divisible_by * self.tp
         )
-        maps = file_tensors(padded, "megatron", partition, 0, tp=1, tp_rank=0, whole_head=False)
-        for own, map in maps.items():
-            key = their_name(own, TE, "megatron", tied=model.tie_word_embeddings)
-            layer = None
-            if key.startswith(LAYERS):
-                number, leaf = key.removeprefix(LAYERS).split(".", 1)
-                key = LAYERS + leaf
-                layer = int(number)
+        for weight in written_weights(padded):
+            map = weight.map
+            shape = (*weight.stacked, *map.shape)
             for prefix, values, kind in sources:
                 tensor = MappedTensor(map, values)
                 # A chunk is in memory several times: as read from the source, as rows of
@@ -188,15 +192,10 @@ class TorchDistWriter:
                 step = max(1, CHUNK_ELEMENTS // map.width)
                 for first in range(0, map.shape[0], step):
                     last = min(first + step, map.shape[0])
-                    offset = (first,) + (0,) * (len(map.shape) - 1)
-                    size = (last - first, *map.shape[1:])
-                    shape = map.shape
-                    if layer is not None:
-                        offset = (layer, *offset)
-                        size = (1, *size)
-                        shape = (layers, *shape)
+                    offset = (*weight.index, first, *(0 for _ in map.shape[1:]))
+                    size = (*(1 for _ in weight.index), last - first, *map.shape[1:])
                     like = torch.empty((), dtype=kind).expand(size)
-                    region = Region(prefix + key, shape, offset, size, like)
+                    region = Region(prefix + weight.key, shape, offset, size, like)
                     yield _Part(region, tensor, first, last)
 
     def _common(
@@ -204,6 +203,8 @@ class TorchDistWriter:
     ) -> dict[str, Any]:
         """Return the entries that Megatron-LM keeps beside tensors, in its order."""
         args = make_args(model, "megatron", dtype, self.tp, [model.num_hidden_layers], TE)
+        if model.num_experts:
+            args["expert_model_parallel_size"] = self.ep
         args["hf_config"] = carried_config(model, extra, dtype=str(dtype).removeprefix("torch."))
         content_metadata: dict[str, Any] = {
             "singleton_local_shards": False,
@@ -215,7 +216,12 @@ class TorchDistWriter:
             content: dict[str, Any] = {"iteration": 0}
         else:
             args |= training_args(self.state)
-            content = {"iteration": self.state.iteration, **optimizer_entries(self.state)}
+            if model.num_experts:
+                args |= router_loss_args(self.state.config.training)
+            content = {
+                "iteration": self.state.iteration,
+                **optimizer_entries(self.state, ep=self.ep),
+            }
             content_metadata |= {
                 "distrib_optim_sharding_type": "fully_reshardable",
                 "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -233,10 +239,15 @@ def _extra_states(model: ModelConfig) -> Iterator[str]:
     """Yield the names under which Megatron asks for the fp8 scaling of modules, by layer, with
     TransformerEngine's modules and without."""
     layers = model.num_hidden_layers
-    modules = EXTRA_STATES + (HEAD_NORMS if model.qk_norm == "head" else ())
-    for module in modules:
-        for layer in range(layers):
-            yield f"{LAYERS}{module}._extra_state/shard_{layer}_{layers}"
+    attention = ATTENTION + (HEAD_NORMS if model.qk_norm == "head" else ())
+    if model.num_experts:
+        from megatron_llama.converter.torch_dist import experts  # of few models
+
+        yield from experts.scaling_states(model, attention)
+    else:
+        for module in (*attention, *MLP):
+            for layer in range(layers):
+                yield f"{LAYERS}{module}._extra_state/shard_{layer}_{layers}"
     yield "decoder.final_layernorm._extra_state/shard_0_1"
 
 

@@ -92,6 +92,8 @@ WINDOWED = [
 SPREAD_EXPERTS = [
     FamilyLayout(family="mixtral", dp=2, cp=2, ep=2, microbatches=2, strategy="optim_grads_params"),
     FamilyLayout(family="qwen3_moe", dp=2, pp=2, tp=2, sp=True, ep=2, microbatches=4, strategy="no_shard", recompute="selective"),
+    FamilyLayout(family="llama4", dp=2, tp=2, sp=True, ep=2, exchange=True, strategy="optim_grads", recompute="selective"),
+    FamilyLayout(family="mixtral", dp=4, ep=4, exchange=True, strategy="optim_grads_params"),
 ]
 """All layouts of experts that ranks divide: ``tools/parity.py --families``."""
 
