@@ -186,6 +186,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "truncation_mode": "--on-long-sample truncate, which keeps the beginning",
         "max_prompt_length": _PAIR_LENGTH,
         "max_completion_length": _PAIR_LENGTH,
+        "router_aux_loss_coef": "--moe-router-load-balancing-type hf_aux_loss with "
+        "--moe-aux-loss-coeff",
         "generate_during_eval": "--sample-interval and --sample-prompt",
         "activation_offloading": f"{_RECOMPUTE} selective or full",
     }

@@ -314,6 +314,7 @@ class _Reader:
     ) -> None:
         self.options = options_of(sections)
         self.owners = owners
+        self.names_elsewhere = aliases
         self.trains = "train_iters" in self.options
         # Aliases that set nothing are Megatron's own, for the commands that take a run's options.
         self.aliases = {
@@ -658,10 +659,13 @@ class _Reader:
             if foreign := remedy_for(item.key):
                 return foreign
         remedies = []
-        if near := self._nearest(item):
+        owners = self._other_commands(item.key)
+        # A name that is known elsewhere is hardly another one misspelt.
+        is_known = bool(owners) or item.key in self.names_elsewhere
+        if near := self._longer(item) or ([] if is_known else self._similar(item)):
             names = [flag(name) if item.is_flag else name for name in near]
             remedies.append(f"did you mean {in_words(names, 'or')}?")
-        if owners := self.owners(item.key):
+        if owners:
             have = "have" if owners[1:] else "has"
             remedies.append(f"{in_words(owners, 'and')} {have} {flag(item.key)}")
         if not remedies:
@@ -669,18 +673,32 @@ class _Reader:
             remedies.append(f"--help lists the options{others}")
         return " ".join(remedies)
 
-    def _nearest(self, item: _Given) -> list[str]:
-        """Return up to three names that begin or end like the key, or one that is spelt
-        similarly."""
+    def _other_commands(self, key: str) -> Sequence[str]:
+        """Return the other commands that have an option of this name, a switch that switches one
+        off, or Megatron's name of one."""
+        alias = self.names_elsewhere.get(key)
+        if alias is not None:
+            return self.owners(alias.field) if alias.field is not None else ()
+        return self.owners(key) or self.owners(key.removeprefix("no_"))
+
+    def _known(self, item: _Given) -> list[str]:
+        known = [*self.options, *(name for name, alias in self.aliases.items() if alias.field)]
+        return [*known, *self.groups] if isinstance(item.raw, dict) else known
+
+    def _longer(self, item: _Given) -> list[str]:
+        """Return up to three names that begin or end like the key; none if there are more."""
+        key = item.key
+        longer = [
+            name for name in self._known(item) if name.startswith(key) or name.endswith(f"_{key}")
+        ]
+        return longer if len(longer) <= 3 else []
+
+    def _similar(self, item: _Given) -> list[str]:
+        """Return a name that is spelt similarly."""
         from difflib import get_close_matches
 
-        known = [*self.options, *(name for name, alias in self.aliases.items() if alias.field)]
-        if isinstance(item.raw, dict):
-            known += self.groups
-        key = item.key
-        longer = [name for name in known if name.startswith(key) or name.endswith(f"_{key}")]
         # Most names that differ in a quarter of their letters mean something else.
-        return longer if 1 <= len(longer) <= 3 else get_close_matches(key, known, 1, 0.8)
+        return get_close_matches(item.key, self._known(item), 1, 0.8)
 
     def _nearest_choice(self, kind: Any, raw: Any) -> str | None:
         from difflib import get_close_matches

@@ -35,10 +35,13 @@ def compute_dtype(config: Config) -> torch.dtype:
 
 def runtime_class(config: Config) -> type[PipelineRuntime]:
     """Return the class of a run's runtime."""
-    if config.training.has_router_losses:
-        from megatron_llama.pipeline.router_losses import RoutedRuntime  # which few runs need
+    if config.model.num_experts:
+        from megatron_llama.model.plan.experts import sparse_layers
 
-        return RoutedRuntime
+        if sparse_layers(config.model):
+            from megatron_llama.pipeline.router_losses import RoutedRuntime  # which few runs need
+
+            return RoutedRuntime
     return PipelineRuntime
 
 

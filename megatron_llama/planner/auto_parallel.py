@@ -10,7 +10,7 @@ from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config, LaunchConfig
 from megatron_llama.errors import ConfigError
 from megatron_llama.planner.calibration import Calibration, calibration_of
-from megatron_llama.planner.choice import SEARCHED, choose, given_of, value_of
+from megatron_llama.planner.choice import choose, given_of, searched_options, value_of
 from megatron_llama.planner.hardware import CPU, GPUS, gpu_of_device
 from megatron_llama.planner.inputs import machine_with
 from megatron_llama.train.setup.layout import AutoParallelConfig, Choice
@@ -37,7 +37,7 @@ def _changes_since(config: Config, start: Start | None) -> Iterator[str]:
     before = {**saved.get("parallel", {}), **saved.get("training", {})}
     changed = [
         f"{name} was {before[name]}"
-        for name in SEARCHED
+        for name in searched_options(config.model)
         if name in before and before[name] != value_of(config, name)
     ]
     if changed:

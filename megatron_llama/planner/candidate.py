@@ -3,23 +3,24 @@ from the plans."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_llama.config.schema import Config
-from megatron_llama.engine.plan.buckets import BucketPlan, strategy_named
+from megatron_llama.engine.plan.buckets import Bucket, BucketPlan, strategy_named
 from megatron_llama.model.plan.fp8 import fp8_layers
 from megatron_llama.pipeline.plan.traffic import StepTraffic
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.kernels import Kernels, PassTime
-from megatron_llama.planner.links import RankGroups, rank_groups
+from megatron_llama.planner.links import RankGroup, RankGroups, rank_groups
 from megatron_llama.planner.oom_probability import out_of_memory
 from megatron_llama.planner.simulate import StageTimes, simulate, tail
 from megatron_llama.planner.steps import (
     BlockTime,
     StepTime,
     block_time,
+    expert_sums,
     host_wait,
     straggling,
     update_bytes,
@@ -126,14 +127,15 @@ class Candidate:
         job = self.job
         partition = self.short.partition
         head = Kernels(job, self.fit).head().seconds
-        blocks: dict[float, tuple[BlockTime, float, float]] = {}
+        blocks: dict[tuple[float, float], tuple[BlockTime, float, float]] = {}
         times = []
         for stage, layers in enumerate(partition.layers):
             count = len(layers)
-            narrow = self._narrow(layers)
-            if narrow not in blocks:
-                blocks[narrow] = self._blocks(replace(job, narrow=narrow))
-            block, recomputed, weight = blocks[narrow]
+            shares = self._narrow(layers), self._sparse(layers)
+            if shares not in blocks:
+                narrow, sparse = shares
+                blocks[shares] = self._blocks(replace(job, narrow=narrow, sparse=sparse))
+            block, recomputed, weight = blocks[shares]
             recompute = min(self.recomputing, count)
             last = stage == partition.stages - 1
             embedding = (stage == 0) * 0.5 * self.groups.tp.reduce(job.stream)
@@ -163,16 +165,23 @@ class Candidate:
             return self.job.narrow
         return sum(layer in fp8_layers(self.config) for layer in layers) / len(layers)
 
+    def _sparse(self, layers: range) -> float:
+        """Return the share of a stage's blocks that have experts."""
+        model = self.config.model
+        if not model.num_experts or not layers:
+            return self.job.sparse
+        from megatron_llama.model.plan.experts import is_sparse  # of few models
+
+        return sum(is_sparse(model, layer) for layer in layers) / len(layers)
+
     def _blocks(self, job: TrainingJob) -> tuple[BlockTime, float, float]:
         """Return the time of a block that recomputes nothing, and the seconds of the backward pass
         of one that recomputes and of the weight gradients."""
         kernels = Kernels(job, self.fit)
-        pure = replace(job, recomputed=0.0, recomputed_memory=0.0)
+        pure = replace(job, recomputed=0.0, selective=0.0)
         block = block_time(pure, self.groups, kernels, self.fit)
         again = replace(
-            job,
-            recomputed=float(job.recomputed > 0),
-            recomputed_memory=0.5 * (job.recomputed_memory > 0),
+            job, recomputed=float(job.recomputed > 0), selective=float(job.selective > 0)
         )
         recomputed = block_time(again, self.groups, kernels, self.fit).backward.seconds
         weight = PassTime(matmul=kernels.weight_gradients(), launch=block.forward.launch).seconds
@@ -185,13 +194,22 @@ class Candidate:
         strategy = strategy_named(self.config.parallel.data_parallel_sharding_strategy)
         if not strategy.reduce_every_microbatch or self.job.dp * self.job.cp == 1:
             return 0.0, 0.0
-        shards = self.groups.shards
-        traffic = self.traffic[rank]
         layout = plan.bucket_plans[rank]
         passes = plan.schedule.microbatches * plan.schedule.virtual
         once = all(layout.has_own_slot(bucket.index) for bucket in layout.buckets)
-        gathers = 0.0 if once else shards.gather(traffic.gather_bytes, traffic.gathers) / passes
-        return gathers, shards.gather(traffic.reduction_bytes, traffic.reductions) / passes
+        gathers = reductions = 0.0
+        for shards, traffic in self._traffic_by_group(rank):
+            gathers += 0.0 if once else shards.gather(traffic.gather_bytes, traffic.gathers)
+            reductions += shards.gather(traffic.reduction_bytes, traffic.reductions)
+        return gathers / passes, reductions / passes
+
+    def _traffic_by_group(self, rank: int) -> Iterator[tuple[RankGroup, StepTraffic]]:
+        """Yield what travels among the ranks that share parameters, and among those that share the
+        same experts."""
+        traffic = self.traffic[rank]
+        yield self.groups.shards, traffic
+        if traffic.experts is not None:
+            yield self.groups.expert_shards, traffic.experts
 
     @cached_property
     def hop(self) -> float:
@@ -213,18 +231,22 @@ class Candidate:
         blocks = job.microbatches * job.model.num_hidden_layers / job.pp
         tensor = blocks * both.tensor
         context = blocks * both.context
+        expert = blocks * both.expert
+        summed = expert_sums(job, self.groups)
         stretched = self.stretched * job.microbatches
         data = self._once_a_step() + stretched
         update = self._update()
         waits = (timeline.makespan - instant.makespan) * (1 + more)
-        whole = kernels + instant.makespan - busy + waits + data - stretched + update + fit.step
+        once = data - stretched + summed + update + fit.step
+        whole = kernels + instant.makespan - busy + waits + once
         return StepTime(
-            compute=kernels - tensor - context - stretched,
+            compute=kernels - tensor - context - expert - stretched,
             bubble=instant.makespan - busy,
-            tensor=tensor,
+            tensor=tensor + summed,
             context=context,
             pipeline=waits,
             data=data,
+            expert=expert,
             update=update,
             other=fit.step + whole * straggling(job, fit),
         )
@@ -264,23 +286,33 @@ class Candidate:
         for bucket in layout.buckets:
             done += bucket.numel
             if bucket.kind.trainable:
-                seconds = self.groups.shards.gather(bucket.numel * wire)
-                seconds += self.groups.replicas.reduce(layout.shard_numel(bucket.index) * wire)
+                shards, replicas = self._groups_of(bucket)
+                seconds = shards.gather(bucket.numel * wire)
+                seconds += replicas.reduce(layout.shard_numel(bucket.index) * wire)
                 messages.append(
                     (done / total, 0.0 if strategy.reduce_every_microbatch else seconds)
                 )
-        once = [
-            bucket.numel
-            for bucket in layout.buckets
-            if bucket.kind.trainable and layout.has_own_slot(bucket.index)
-        ]
+        once: dict[RankGroup, list[int]] = {}
+        for bucket in layout.buckets:
+            if bucket.kind.trainable and layout.has_own_slot(bucket.index):
+                once.setdefault(self._groups_of(bucket)[0], []).append(bucket.numel)
         gathers = 0.0
         if layout.shards > 1:
-            gathers = self.groups.shards.gather(sum(once) * job.itemsize, len(once))
+            gathers = sum(
+                shards.gather(sum(numels) * job.itemsize, len(numels))
+                for shards, numels in once.items()
+            )
         hidden = sum(seconds for _, seconds in messages) + gathers
         late = max(0.0, gathers - sum(stage_times.of(Op.FORWARD) for stage_times in times))
         ends = [(0.0, times[-1].of(Op.BACKWARD))]
         return tail(ends, messages) + late + self.fit.data_exposed * hidden
+
+    def _groups_of(self, bucket: Bucket) -> tuple[RankGroup, RankGroup]:
+        """Return the ranks that divide a bucket, and those that have the same share."""
+        groups = self.groups
+        if bucket.kind.ep > 1:
+            return groups.expert_shards, groups.expert_replicas
+        return groups.shards, groups.replicas
 
     def _update(self) -> float:
         """Return seconds of the update rule on the largest shard, of the norm before it, and of

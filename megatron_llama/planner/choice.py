@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_llama.config.parse import flag
-from megatron_llama.config.schema import Config
+from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.engine.plan.buckets import AUTO
 from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.coefficients import Coefficients
-from megatron_llama.planner.report import does_not_fit, duration, interval, losses
+from megatron_llama.planner.report import does_not_fit, duration, experts_line, interval, losses
 from megatron_llama.planner.search import OFFLOAD, enough_gpus, search
 from megatron_llama.planner.training_job import Machine
 from megatron_llama.train.setup.layout import Choice
@@ -33,6 +33,8 @@ SEARCHED = (
     "micro_batch_size",
 )
 """Options that a search varies, unless they are given."""
+OF_EXPERTS = ("expert_model_parallel_size", "moe_token_dispatcher_type")
+"""Those of a model with experts besides."""
 DERIVED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 """Options that follow from these."""
 TOP = 3
@@ -42,11 +44,16 @@ RISK = 0.05
 starts without a check of the choice."""
 
 
+def searched_options(model: ModelConfig) -> tuple[str, ...]:
+    """Return the options that a search varies for a model."""
+    return (*SEARCHED, *OF_EXPERTS) if model.num_experts else SEARCHED
+
+
 def given_of(config: Config, explicit: Collection[str]) -> dict[str, Any]:
     """Return those of the ``explicit`` options that a search keeps, with their values."""
     kept = {
         name: value_of(config, name)
-        for name in SEARCHED
+        for name in searched_options(config.model)
         if name in explicit and value_of(config, name) != AUTO
     }
     return kept | ({OFFLOAD: config.offload.optimizer_offload} if OFFLOAD in explicit else {})
@@ -80,7 +87,7 @@ def choose(config: Config, machine: Machine, fit: Coefficients, given: Mapping[s
         assert result.smallest is not None
         raise ConfigError(does_not_fit(result.smallest, enough_gpus(bare, machine, fit, given)))
     best = result.best[0].config
-    changed = {name: value_of(best, name) for name in (*SEARCHED, *DERIVED)}
+    changed = {name: value_of(best, name) for name in (*searched_options(config.model), *DERIVED)}
     training = replace(config.training, micro_batch_size=changed.pop("micro_batch_size"))
     parallel = replace(config.parallel, **changed)
     whole = replace(config, parallel=parallel, training=training, offload=best.offload)
@@ -95,7 +102,9 @@ def _notes(
     config = first.config
     machine = first.machine
     chosen = [
-        f"{flag(name)} {_text(value_of(config, name))}" for name in SEARCHED if name not in given
+        f"{flag(name)} {_text(value_of(config, name))}"
+        for name in searched_options(config.model)
+        if name not in given
     ]
     chosen += [flag(name) for name in DERIVED if value_of(config, name)]
     chosen += [f"{flag(OFFLOAD)} {config.offload.optimizer_offload}"] * moved
@@ -111,6 +120,8 @@ def _notes(
         f"{first.speed:,.0f} tokens/s/GPU, {sized(first.needed)} of {sized(machine.gpu.memory)} "
         f"for each process"
     )
+    if first.job.experts is not None:
+        yield f"  experts: {experts_line(first)}"
     if moved:
         host = f"{sized(first.host_bytes)} of host memory for each process"
         yield f"  nothing fits without offload: {host}"

@@ -74,7 +74,7 @@ class Comparison:
         """Lanes whose waits do not count as time of a pass, since the plan of a pass does not
         contain them."""
         between = (PIPELINE, GATHERS, REDUCTIONS)
-        return between if self.known else (*between, "tp", "cp")
+        return between if self.known else (*between, "tp", "cp", "ep")
 
     @cached_property
     def scale(self) -> float:
@@ -108,7 +108,7 @@ class Comparison:
             return tuple(times)
         for stage, stage_times in enumerate(times):
             embedding = 0.5 * candidate.groups.tp.reduce(candidate.job.stream) * (stage == 0)
-            shown = [self.shown(stage, kind) for kind in ("tensor", "context")]
+            shown = [self.shown(stage, kind) for kind in ("tensor", "context", "expert")]
             forward = embedding + sum(first for first, _ in shown)
             backward = sum(second for _, second in shown)
             times[stage] = replace(
@@ -125,8 +125,8 @@ class Comparison:
         return block_time(job, self.candidate.groups, Kernels(job, fit), fit)
 
     def shown(self, stage: int, part: str) -> tuple[float, float]:
-        """Return the planned seconds of communication over tp (``tensor``) or cp (``context``) in
-        one forward and one backward pass of a stage."""
+        """Return the planned seconds of communication over tp (``tensor``), cp (``context``) or
+        ep (``expert``) in one forward and one backward pass of a stage."""
 
         def share(pass_time: PassTime) -> float:
             return pass_time.seconds - replace(pass_time, **{part: 0.0}).seconds
@@ -179,7 +179,8 @@ class Comparison:
             waited = steps.waits(GATHERS, REDUCTIONS)
             data = planned.data if known else None
             yield ComparedPart("waiting for parameters and gradients", 1, waited, data)
-        for axis, kind, size in (("tp", "tensor", job.tp), ("cp", "context", job.cp)):
+        axes = ("tp", "tensor", job.tp), ("cp", "context", job.cp), ("ep", "expert", job.ep)
+        for axis, kind, size in axes:
             if size > 1:
                 stages = range(len(self.times))
                 within = sum(sum(self.shown(stage, kind)) for stage in stages)
@@ -197,7 +198,7 @@ class Comparison:
         issued: dict[tuple[str, str], list[Span]] = defaultdict(list)
         for span in self.steps.spans:
             axis = str(span.details.get("axis"))
-            if span.lane in (GATHERS, REDUCTIONS, "tp", "cp") and self._group(axis).size > 1:
+            if span.lane in (GATHERS, REDUCTIONS, "tp", "cp", "ep") and self._group(axis).size > 1:
                 issued[axis, str(span.details["operation"])].append(span)
         rank_steps = self.steps.recorded.ranks * len(self.steps.numbers)
         rows = []
@@ -220,6 +221,11 @@ class Comparison:
         groups = self.candidate.groups
         if axis in ("tp", "kv"):
             return groups.tp
+        if axis == "ep":
+            return groups.ep
+        if axis.startswith("expert_dp"):
+            is_whole = groups.expert_shards.size == 1
+            return groups.expert_replicas if is_whole else groups.expert_shards
         if axis.startswith("cp"):
             return {"cp_heads": groups.cp_heads, "cp_keys": groups.cp_keys}.get(axis, groups.cp)
         replicas = axis == "dp_replica" or groups.shards.size == 1

@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from megatron_llama.planner.kernels import BF16_BYTES, CONVERTED
+from megatron_llama.planner.kernels import BF16_BYTES, CONVERTED, FP32_BYTES
 from megatron_llama.planner.training_job import TrainingJob
 
-FP32_BYTES = 4
 TURNS = 2
 """Fewest blocks that have memory for their weights at a time."""
 
@@ -62,7 +61,15 @@ def stage_numel(job: TrainingJob, *, last: bool) -> int:
 
 
 def block_bytes(job: TrainingJob) -> float:
-    """Return the bytes that autograd keeps of one block for one microbatch."""
+    """Return the bytes that autograd keeps of one block for one microbatch, as the mean of blocks
+    with and without experts."""
+    dense = _dense_block_bytes(job)
+    if job.experts is None:
+        return dense
+    return (1 - job.sparse) * dense + job.sparse * job.experts.kept
+
+
+def _dense_block_bytes(job: TrainingJob) -> float:
     model = job.model
     traits = job.traits
     tokens = job.tokens
@@ -71,7 +78,7 @@ def block_bytes(job: TrainingJob) -> float:
     inner = model.intermediate_size / job.tp
     # Schedules that postpone weight gradients keep their inputs, even with recomputation.
     again = 0.0 if job.bubble < 1 else job.recomputed
-    lean = job.recomputed_memory > 0
+    lean = job.selective > 0
     if again >= 1:
         return BF16_BYTES * tokens * hidden / split
     streams = (8 - 4 * lean + 2 * traits.dropout + traits.norm_bytes) * hidden / split
@@ -112,16 +119,17 @@ def footprint(job: TrainingJob, *, last: bool, workspaces: float = 0.0) -> Footp
     traits = job.traits
     model = job.model
     numel = stage_numel(job, last=last)
-    shards = job.shards if job.sharding != "none" else 1
+    layers = ceil(model.num_hidden_layers / job.pp) - last * job.last_stage_lacks
+    shard = job.sharded_numel(numel, job.expert_numel(layers))
     everything = job.sharding == "parameters"
-    weights = BF16_BYTES * numel / (shards if everything else 1) + weight_code_bytes(job)
+    weights = BF16_BYTES * (shard if everything else numel) + weight_code_bytes(job)
     cut = everything or (
         job.sharding == "gradients" and (job.pp == 1 or traits.reduces_every_microbatch)
     )
-    trained = numel * job.trained.share
-    gradients = traits.kept_gradient_bytes * trained / (shards if cut else 1)
+    share = job.trained.share
+    gradients = traits.kept_gradient_bytes * share * (shard if cut else numel)
     on_device = 1 - (job.offload.share if job.offload is not None else 0.0)
-    optimizer = traits.state_bytes * trained * on_device / shards
+    optimizer = traits.state_bytes * share * shard * on_device
     stream = job.tokens * model.hidden_size * BF16_BYTES / (job.tp if job.sequence_parallel else 1)
     keys = 2 * max(1, model.num_key_value_heads // job.tp) * model.head_dim
     buffers = workspaces + (2 * job.vpp * stream if job.pp > 1 else 0.0)
@@ -131,7 +139,9 @@ def footprint(job: TrainingJob, *, last: bool, workspaces: float = 0.0) -> Footp
     if job.cp > 1:
         buffers += 4 * BF16_BYTES * job.tokens * keys + 2 * job.exchanged[0]
     logits = traits.logit_bytes * job.logits if last or job.pp == 1 else 0.0
-    working = block_bytes(replace(job, recomputed=0.0)) if job.recomputed > 0 else 0.0
+    working = _dense_block_bytes(replace(job, recomputed=0.0)) if job.recomputed > 0 else 0.0
+    if job.experts is not None:
+        working = max(working * (job.sparse < 1), job.experts.working)
     if everything:
         unit = max(job.block_numel, job.table_rows * model.hidden_size)
         working += (3 * BF16_BYTES + FP32_BYTES) * unit

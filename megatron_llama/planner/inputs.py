@@ -31,6 +31,7 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
         "tp": "tensor_model_parallel_size",
         "pp": "pipeline_model_parallel_size",
         "cp": "context_parallel_size",
+        "ep": "expert_model_parallel_size",
         "v": "virtual_pipeline_model_parallel_size",
     }
 )
@@ -38,6 +39,7 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
 CHOICES = (
     "pipeline_schedule",
     "cp_comm_type",
+    "moe_token_dispatcher_type",
     "data_parallel_sharding_strategy",
     "recompute_granularity",
 )
@@ -179,7 +181,7 @@ def layout_named(config: Config, machine: Machine, fit: Coefficients, word: str)
     offload = config.offload
     kinds = get_type_hints(ParallelConfig)
     for part in word.split("/"):
-        number = re.fullmatch(r"(tp|pp|cp|dp|v|mbs)(\d+)", part)
+        number = re.fullmatch(r"(tp|pp|cp|dp|ep|v|mbs)(\d+)", part)
         text = part.removeprefix("recompute-")
         mode = part.removeprefix("offload-")
         owner = next((name for name in CHOICES if text in get_args(kinds[name])), None)

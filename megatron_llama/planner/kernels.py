@@ -15,6 +15,7 @@ from megatron_llama.planner.training_job import Matmul, TrainingJob
 
 BF16_BYTES = 2
 """Bytes of an activation or a weight in 16-bit computation."""
+FP32_BYTES = 4
 CAUSAL = 0.5
 """Share of the scores that a causal mask leaves. Kernels that write scores compute all of them."""
 SHARPNESS = 4
@@ -38,6 +39,8 @@ class PassTime:
     """Exposed communication over tp."""
     context: float = 0.0
     """Exposed communication over cp."""
+    expert: float = 0.0
+    """Exposed communication over ep."""
     launch: float = 0.0
     """The host's time to launch the kernels, while the device works."""
 
@@ -45,7 +48,7 @@ class PassTime:
     def seconds(self) -> float:
         """Seconds of the whole pass. The slower of device and host decides. If their times are
         close, each sometimes waits for the other."""
-        device = self.matmul + self.attention + self.memory + self.tensor + self.context
+        device = sum(self.parts[:-1])
         return float((device**SHARPNESS + self.launch**SHARPNESS) ** (1 / SHARPNESS))
 
     def __add__(self, other: PassTime) -> PassTime:
@@ -56,7 +59,10 @@ class PassTime:
     @property
     def parts(self) -> tuple[float, ...]:
         """The values of the fields in order."""
-        return self.matmul, self.attention, self.memory, self.tensor, self.context, self.launch
+        return (
+            *(self.matmul, self.attention, self.memory),
+            *(self.tensor, self.context, self.expert, self.launch),
+        )
 
     def scaled(self, factor: float) -> PassTime:
         """Return the times multiplied by ``factor``."""
@@ -88,6 +94,9 @@ class Kernels:
         """Whether weight gradients and low-rank additions are in the job's precision too, as other
         trainers have them."""
         self.attention_rate = peak * fit.of_gpu("attention", gpu.family)
+        single = gpu.peak * gpu.power * gpu.single
+        self.single_rate = single * fit.of_gpu("matmul", gpu.family)
+        """FLOP/s of products in fp32."""
 
     def _speedup(self) -> float:
         """Return the rate of products in 8 or 4 bits relative to 16 bits, with conversions."""
@@ -131,7 +140,8 @@ class Kernels:
 
     def memory(self) -> float:
         """Return the seconds of a block's memory-bound operators in the forward pass: norms, rotary
-        embedding, activation, residual sums, and biases that no product adds."""
+        embedding, activation, residual sums, and biases that no product adds; without what experts
+        move (``moved``)."""
         job = self.job
         model = job.model
         traits = job.traits
@@ -147,7 +157,16 @@ class Kernels:
             # Queries and keys are read once and written twice: as a copy, then normed in place.
             inner += 3.0 * job.queries * (1.0 + self._keys_of_a_query())
         compiled = self.fit.compiled if traits.compiled else 1.0
-        return job.tokens * job.itemsize * compiled * (streams + inner + norms) / self.hbm
+        dense = job.tokens * job.itemsize * compiled * (streams + inner + norms) / self.hbm
+        if job.experts is None:
+            return dense
+        activated = job.tokens * job.itemsize * gates * model.intermediate_size / job.tp
+        return dense - job.sparse * activated / self.hbm
+
+    def moved(self, size: int) -> float:
+        """Return the seconds in which experts move ``size`` bytes in each block that has some, as
+        the mean of all blocks."""
+        return self.job.sparse * size / self.hbm
 
     def _keys_of_a_query(self) -> float:
         """Return the number of a rank's key heads for each query head."""
@@ -161,11 +180,12 @@ class Kernels:
         fit = self.fit
         scale = fit.family(traits.family)
         launch = fit.launch_old if traits.family in OLD else fit.launch
-        products = sum(self.matmul(product) for product in self.job.matmuls) + self._additions()
+        products = self._products() + self._additions()
+        moved = 0.0 if self.job.experts is None else self.moved(self.job.experts.moved)
         return PassTime(
             products * scale,
             self.attention() * scale,
-            self.memory() * scale,
+            (self.memory() + moved) * scale,
             launch=launch * (0.5 if traits.compiled else 1.0) * (GRAPH if self.job.graphs else 1.0),
         )
 
@@ -173,19 +193,70 @@ class Kernels:
         """Return the backward pass of one block, without recomputation: two gradients of each
         product. Attention has five products instead of two (Dao et al., 2022, appendix B.4)."""
         flash = self.job.traits.attention in ("flash", "flash1", "triton")
+        memory = 2 * forward.memory
+        if (work := self.job.experts) is not None:
+            scale = self.fit.family(self.job.traits.family)
+            memory += self.moved(work.moved_back - 2 * work.moved) * scale
         return PassTime(
             forward.matmul + self.weight_gradients(),
             (2.5 if flash else 2.0) * forward.attention,
-            2 * forward.memory,
+            memory,
             launch=2 * forward.launch,
         )
 
     def weight_gradients(self) -> float:
         """Return the seconds of the products that make one block's weight gradients. Frozen weights
         have none."""
-        matmuls = sum(self.matmul(product, reduced=self.all_narrow) for product in self.job.matmuls)
+        matmuls = self._products(reduced=self.all_narrow) + self._expert_gradients()
         seconds = (1 - self.job.trained.frozen) * matmuls + self._additions()
         return seconds * self.fit.family(self.job.traits.family)
+
+    def _products(self, *, reduced: bool = True) -> float:
+        """Return the seconds of one pass of the products with the weights of one block, as the mean
+        of blocks with and without experts."""
+        job = self.job
+        seconds = sum(self.matmul(product, reduced=reduced) for product in job.matmuls)
+        if job.experts is None:
+            return seconds
+        shared = sum(self.matmul(product, reduced=reduced) for product in job.experts.shared)
+        experts = sum(self.grouped(product, reduced=reduced) for product in job.experts.grouped)
+        mlp = sum(self.matmul(product, reduced=reduced) for product in job.mlp)
+        return seconds + job.sparse * (shared + experts + self._router() - mlp)
+
+    def grouped(self, product: Matmul, *, reduced: bool = True) -> float:
+        """Return the seconds of the products of all experts of a rank. Each takes as long as a
+        product of its own: the fewer tokens an expert has, the more its weight's bytes count."""
+        assert self.job.experts is not None
+        return self.job.experts.count * self.matmul(product, reduced=reduced)
+
+    def _router(self) -> float:
+        assert self.job.experts is not None
+        product = self.job.experts.router
+        itemsize = max(self.job.itemsize, FP32_BYTES)
+        moved = self.fit.matmul_bytes * itemsize * product.elements
+        return product.flops / self.single_rate + moved / self.gpu.hbm
+
+    def _expert_gradients(self) -> float:
+        """Return the seconds in which gradients of experts are read and written beyond what a
+        product moves: all of them for each microbatch, in fp32, however few tokens they are of."""
+        job = self.job
+        if job.experts is None:
+            return 0.0
+        # The sum over microbatches is read, unless each is sent by itself.
+        times = 1 if job.sharding in ("gradients", "parameters") else 2
+        more = times * job.traits.kept_gradient_bytes - self.fit.matmul_bytes * job.itemsize
+        return job.sparse * max(0.0, more) * job.experts.numel / self.gpu.hbm
+
+    def selective(self) -> PassTime:
+        """Return the part of one block's forward pass that selective recomputation repeats: half of
+        the memory-bound work, and of experts the first product."""
+        scale = self.fit.family(self.job.traits.family)
+        memory = 0.5 * self.memory() * scale
+        work = self.job.experts
+        if work is None:
+            return PassTime(memory=memory)
+        first = self.job.sparse * self.grouped(work.grouped[0])
+        return PassTime(matmul=first * scale, memory=memory + self.moved(work.moved_again) * scale)
 
     def _additions(self) -> float:
         return sum(self.matmul(product, reduced=self.all_narrow) for product in self.job.additions)

@@ -38,28 +38,31 @@ class RankGroup:
         all-gather."""
         return 2 * self.gather(size, messages)
 
-    def exchange(self, size: float) -> float:
-        """Return the seconds of an all-to-all in which each rank has ``size`` bytes, its own part
-        included. What leaves a node goes through the rank's own card: unlike a ring, each rank
+    def exchange(self, size: float, messages: float = 1) -> float:
+        """Return the seconds of all-to-alls in which each rank has ``size`` bytes in total, its own
+        part included. What leaves a node goes through the rank's own card: unlike a ring, each rank
         sends to each."""
         if not self.outside:
-            return self.gather(size)
-        return self.outside / self.size * size / self.card + self.latency
+            return self.gather(size, messages)
+        return self.outside / self.size * size / self.card + messages * self.latency
 
     def send(self, size: float) -> float:
         """Return the seconds of a message of ``size`` bytes to one rank."""
         return size / self.rate + self.latency
 
 
-def rank_group(machine: Machine, size: int, stride: int, fit: Coefficients) -> RankGroup:
-    """Return the group of ``size`` ranks whose neighbours are ``stride`` ranks apart."""
+def rank_group(
+    machine: Machine, size: int, stride: int, fit: Coefficients, *, least: int = 1
+) -> RankGroup:
+    """Return the group of ``size`` ranks whose neighbours are ``stride`` ranks apart, ``least`` of
+    them in a node at least."""
     inside = machine.gpu.nvlink * fit.nvlink
     card = min(inside, machine.nic * fit.nic)
     if size * stride <= machine.domain:
         return RankGroup(size, inside, fit.latency, fit.hop_inside * size, 0, card)
     # Each rank of the group in a node drives a network card, so a ring that leaves the node has
     # the rate of that many cards, until NVLink is slower.
-    members = max(1, min(size, machine.domain // stride))
+    members = max(least, min(size, machine.domain // stride))
     rate = min(inside, members * machine.nic * fit.nic)
     hops = fit.hop * size / members + fit.hop_inside * size
     return RankGroup(size, rate, fit.latency_across, hops, size - members, card)
@@ -77,6 +80,11 @@ class RankGroups:
     """The ranks between which keys and values travel."""
     shards: RankGroup
     replicas: RankGroup
+    ep: RankGroup
+    """The ranks that divide experts among them."""
+    expert_shards: RankGroup
+    """The ranks that divide the sharded state of the same experts."""
+    expert_replicas: RankGroup
     pp: RankGroup
 
 
@@ -87,6 +95,7 @@ def rank_groups(job: TrainingJob, fit: Coefficients) -> RankGroups:
     data = job.dp * job.cp
     heads = max(1, job.head_ranks)
     shards = job.shards if job.sharding != "none" else 1
+    expert_shards = job.expert_shards if job.sharding != "none" else 1
     return RankGroups(
         tp=rank_group(machine, job.tp, 1, fit),
         cp=rank_group(machine, job.cp, job.tp, fit),
@@ -94,5 +103,18 @@ def rank_groups(job: TrainingJob, fit: Coefficients) -> RankGroups:
         cp_keys=rank_group(machine, job.cp // heads, job.tp * heads, fit),
         shards=rank_group(machine, shards, job.tp, fit),
         replicas=rank_group(machine, data // shards, job.tp * shards, fit),
+        ep=rank_group(machine, job.ep, job.tp * job.cp, fit),
+        expert_shards=_same_experts(job, expert_shards, 1, fit),
+        expert_replicas=_same_experts(
+            job, max(1, data // job.ep // expert_shards), expert_shards, fit
+        ),
         pp=rank_group(machine, 2, job.tp * data, fit),
     )
+
+
+def _same_experts(job: TrainingJob, size: int, apart: int, fit: Coefficients) -> RankGroup:
+    """Return the group of ``size`` of the ranks that hold the same experts: every ``apart``-th of
+    them. They are those of cp, which are neighbours, of every ``ep``-th data-parallel rank."""
+    beside = max(1, min(job.cp, job.machine.domain // job.tp) // apart)
+    stride = job.tp * job.ep * apart
+    return rank_group(job.machine, size, stride, fit, least=min(size, beside))

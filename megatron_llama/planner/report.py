@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from shlex import quote
+from types import MappingProxyType
 from typing import Any
 
 from megatron_llama.config.parse import differences, flag
@@ -12,6 +13,7 @@ from megatron_llama.engine.offload_options import NONE
 from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import describe
 from megatron_llama.metrics.flops import flops_per_token, run_peak
+from megatron_llama.pipeline.plan.traffic import StepTraffic
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.fitted import HIGH, LOW
 from megatron_llama.planner.nearest import Citation
@@ -29,14 +31,25 @@ PARTS = (
     ("other", "stragglers and the rest"),
 )
 """Fields of a StepTime, with words for them."""
+EXPERT = "expert"
+EXPERT_PART = (EXPERT, "exposed expert-parallel communication")
+"""One more of a layout that divides experts."""
 SHARES = ("bubble", "tensor", "context", "pipeline", "data")
 """Fields whose shares of the step are columns of the table."""
 SUBJECTS = ("model", "layout", "precision", "batch")
 """Subjects of a run's description that a plan decides."""
-LEGEND = (
-    "OOM: how likely the memory is too small; bubble, tp, cp, pp, dp: shares of the step, of the "
-    "pipeline's bubble and of exposed communication"
+HEADS: Mapping[str, str] = MappingProxyType(
+    {
+        **{"bubble": "bubble", "tensor": "tp", "context": "cp", "pipeline": "pp"},
+        **{"data": "dp", EXPERT: "ep"},
+    }
 )
+"""Heads of the columns of shares."""
+COMPUTED = (
+    "times of experts are computed, not measured: products as those of so many rows, experts "
+    "equally loaded; the interval is that of dense models"
+)
+"""What is to be known of a plan for a model with experts."""
 
 _ITERATIONS = "N"
 """Placeholder for a number of steps that was not given."""
@@ -68,7 +81,10 @@ def label(candidate: Candidate) -> str:
     job = candidate.job
     virtual = parallel.virtual_pipeline_model_parallel_size
     offload = candidate.config.offload.optimizer_offload
-    parts = [f"tp{job.tp}", f"pp{job.pp}", f"cp{job.cp}", f"dp{job.dp}", f"mbs{job.micro_batch}"]
+    parts = [f"tp{job.tp}", f"pp{job.pp}", f"cp{job.cp}", f"dp{job.dp}"]
+    parts += [f"ep{job.ep}"] * (job.ep > 1)
+    parts += [parallel.moe_token_dispatcher_type] * parallel.exchanges_tokens
+    parts += [f"mbs{job.micro_batch}"]
     parts += [parallel.cp_comm_type] * (job.cp > 1 and parallel.cp_comm_type != "all_gather")
     parts += [parallel.pipeline_schedule, *([f"v{virtual}"] if virtual > 1 else [])]
     parts += [parallel.data_parallel_sharding_strategy]
@@ -76,23 +92,50 @@ def label(candidate: Candidate) -> str:
     return "/".join([*parts, *([f"offload-{offload}"] if offload != NONE else [])])
 
 
+def parts_of(best: Sequence[Candidate]) -> tuple[tuple[str, str], ...]:
+    """Return the fields of a StepTime of these layouts, with words for them."""
+    return (*PARTS, EXPERT_PART) if any(candidate.job.ep > 1 for candidate in best) else PARTS
+
+
+def shares_of(best: Sequence[Candidate]) -> tuple[str, ...]:
+    """Return the fields of a StepTime that are columns of a table of these layouts."""
+    return (*SHARES, EXPERT) if any(candidate.job.ep > 1 for candidate in best) else SHARES
+
+
+def legend(columns: Sequence[str]) -> str:
+    """Return the words below a table with these columns of shares."""
+    return (
+        f"OOM: how likely the memory is too small; {', '.join(HEADS[name] for name in columns)}: "
+        "shares of the step, of the pipeline's bubble and of exposed communication"
+    )
+
+
 def table(best: Sequence[Candidate]) -> Iterator[str]:
     """Yield a line for each layout, fastest first, and a legend."""
+    columns = shares_of(best)
+    heads = " ".join(f"{HEADS[name]:>5}" for name in columns[1:])
     yield (
         f"{'':>2} {'step (s)':>8} {'80 % between (s)':>16} {'tokens/s/GPU':>12} {'MFU':>5} "
-        f"{'memory/GPU':>10} {'OOM':>4} {'bubble':>6} {'tp':>5} {'cp':>5} {'pp':>5} {'dp':>5}"
-        "  layout"
+        f"{'memory/GPU':>10} {'OOM':>4} {'bubble':>6} {heads}  layout"
     )
     for place, candidate in enumerate(best, 1):
         step = candidate.step_time
-        bubble, *shares = (getattr(step, name) / step.seconds for name in SHARES)
+        bubble, *shares = (getattr(step, name) / step.seconds for name in columns)
         yield (
             f"{place:>2} {duration(step.seconds):>8} {interval(candidate):>16} "
             f"{candidate.speed:>12,.0f} {mfu(candidate):>5.0%} {sized(candidate.needed):>10} "
             f"{candidate.oom_probability:>4.0%} {bubble:>6.1%} "
             f"{' '.join(f'{share:>5.1%}' for share in shares)}  {label(candidate)}"
         )
-    yield f"   {LEGEND}"
+    yield f"   {legend(columns)}"
+
+
+def near_heading(candidate: Candidate) -> str:
+    """Return the words above the published runs that are near a layout."""
+    experts = candidate.job.experts is not None
+    return "nearest published runs, of other trainers" + (
+        " and dense models of as many parameters as a token meets" if experts else ""
+    )
 
 
 def described(candidate: Candidate) -> dict[str, str]:
@@ -107,7 +150,7 @@ def details(candidate: Candidate) -> Iterator[str]:
     gpu = candidate.machine.gpu
     yield f"{label(candidate)}: {duration(step.seconds)} s a step"
     yield from (f"  {subject:<9} {words}" for subject, words in described(candidate).items())
-    parts = [(words, getattr(step, name)) for name, words in PARTS]
+    parts = [(words, getattr(step, name)) for name, words in parts_of([candidate])]
     shown = [f"{words} {duration(time)} s" for words, time in parts if time >= 0.002 * step.seconds]
     yield f"  time      {', '.join(shown)}"
     sizes = [f"{name} {sized(size)}" for name, size in candidate.fullest.items() if size]
@@ -124,20 +167,49 @@ def details(candidate: Candidate) -> Iterator[str]:
             f"{duration(candidate.host_wait(rank))} s for the host"
         )
     traffic = candidate.traffic[0]
-    yield (
-        f"  traffic   of {candidate.short.schedule.microbatches} microbatches, pp rank 0, over dp: "
+    counted = f"of {candidate.short.schedule.microbatches} microbatches, pp rank 0"
+    yield f"  traffic   {counted}, over dp: {_messages(traffic)}"
+    if traffic.experts is not None:
+        yield f"  traffic   of experts, over dp / ep: {_messages(traffic.experts)}"
+    if candidate.job.experts is not None:
+        yield f"  experts   {experts_line(candidate)}"
+
+
+def _messages(traffic: StepTraffic) -> str:
+    return (
         f"{traffic.gathers} gathers of {sized(traffic.gather_bytes)}, "
         f"{traffic.reductions} reductions of {sized(traffic.reduction_bytes)}"
     )
 
 
+def experts_line(candidate: Candidate) -> str:
+    """Return what is to be known of the times of experts in a plan."""
+    work = candidate.job.experts
+    assert work is not None
+    rows = f"{work.count} in a rank and block, each with {work.grouped[0].m:,} rows of a microbatch"
+    sent = work.messages
+    over = ""
+    if sent.forward:
+        over = (
+            f"; over ep {sent.forward + sent.backward} messages of "
+            f"{sized(sent.forward_bytes + sent.backward_bytes)}"
+        )
+        if work.exchanges:
+            over += ", and the host's wait for their counts is not in the plan"
+    passes = ""
+    if candidate.config.training.counts_experts_first:
+        passes = ". Not in the plan: the forward pass more with which each step begins"
+    return f"{rows}{over}; {COMPUTED}{passes}"
+
+
 def losses(best: Sequence[Candidate]) -> Iterator[str]:
     """Yield for each layout after the first the part of the step that grew most."""
+    parts = parts_of(best)
     for place, candidate in enumerate(best[1:], 2):
         slower = candidate.step_time
         winner = best[0].step_time
         name, words = max(
-            PARTS, key=lambda part: getattr(slower, part[0]) - getattr(winner, part[0])
+            parts, key=lambda part: getattr(slower, part[0]) - getattr(winner, part[0])
         )
         yield (
             f"{place:>2} loses {duration(slower.seconds - winner.seconds)} s: {words} "

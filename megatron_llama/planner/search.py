@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice, product
+from math import gcd
 from typing import Any
 
 from megatron_llama.config.schema import Config, ParallelConfig
@@ -34,6 +35,7 @@ OFFLOAD = "optimizer_offload"
 """The option that is changed if no layout fits."""
 STRATEGIES = (NO_SHARD, *BY_TRAFFIC)
 GRANULARITIES = ("none", "selective", "full")
+DISPATCHERS = ("allgather", "alltoall")
 
 
 @dataclass(frozen=True)
@@ -146,11 +148,18 @@ def candidates(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> I
     for tp, pp, cp, schedule, virtual, micro in shapes(config, machine, pinned):
         # With one data-parallel rank all strategies are the same.
         several = machine.gpus > tp * pp or "data_parallel_sharding_strategy" in pinned
-        split = replace(config.parallel, tensor_model_parallel_size=tp, context_parallel_size=cp)
-        for strategy, granularity, comm in product(
+        split = replace(
+            config.parallel,
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            sequence_parallel=tp > 1 and pinned.get("sequence_parallel", True),
+        )
+        whole = replace(config, parallel=split)
+        for strategy, granularity, comm, (ep, dispatcher) in product(
             strategies if several else BY_TRAFFIC[:1],
             granularities,
-            tuple(_comm_types(replace(config, parallel=split), pinned)),
+            tuple(_comm_types(whole, pinned)),
+            tuple(_divisions(whole, machine.gpus // (tp * pp * cp), pinned)),
         ):
             parallel = replace(
                 split,
@@ -158,7 +167,8 @@ def candidates(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> I
                 pipeline_model_parallel_size=pp,
                 virtual_pipeline_model_parallel_size=virtual,
                 pipeline_schedule=schedule,
-                sequence_parallel=tp > 1 and pinned.get("sequence_parallel", True),
+                expert_model_parallel_size=ep,
+                moe_token_dispatcher_type=dispatcher,
                 data_parallel_sharding_strategy=strategy,
                 recompute_granularity=granularity,
             )
@@ -193,6 +203,27 @@ def _comm_types(config: Config, pinned: Mapping[str, Any]) -> Iterator[Any]:
         typed = replace(config, parallel=replace(config.parallel, cp_comm_type=comm))
         if not any(context_problems(typed)):
             yield comm
+
+
+def _divisions(config: Config, dp: int, pinned: Mapping[str, Any]) -> Iterator[tuple[int, Any]]:
+    """Yield how many of ``dp`` data-parallel ranks may divide the experts of a model, and how
+    tokens come to these; nothing if it cannot have experts in this layout."""
+    parallel = config.parallel
+    experts = config.model.num_experts
+    if not experts:
+        yield 1, parallel.moe_token_dispatcher_type
+        return
+    sizes = _pinned_or(pinned, "expert_model_parallel_size", _divisors(gcd(dp, experts)))
+    from megatron_llama.train.setup.checks.experts import division_problems, expert_problems
+
+    # What forbids experts on one tensor-parallel rank too is for the user to change.
+    if parallel.tensor_model_parallel_size > 1 and any(expert_problems(config)):
+        return
+    for ep in sizes:
+        divided = replace(config, parallel=replace(parallel, expert_model_parallel_size=ep))
+        every = DISPATCHERS if ep > 1 else DISPATCHERS[:1]
+        if ep == 1 or not any(division_problems(divided, dp)):
+            yield from ((ep, way) for way in _pinned_or(pinned, "moe_token_dispatcher_type", every))
 
 
 Shape = tuple[int, int, int, Any, int, int]

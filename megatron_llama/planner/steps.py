@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
 from math import log2
+from typing import TYPE_CHECKING
 
 from megatron_llama.model.plan.fp8 import SCALE_BYTES
 from megatron_llama.planner.coefficients import Coefficients
@@ -14,6 +15,9 @@ from megatron_llama.planner.kernels import Kernels, PassTime
 from megatron_llama.planner.links import RankGroups, rank_groups
 from megatron_llama.planner.tensor_pieces import exposed_pieces
 from megatron_llama.planner.training_job import TrainingJob
+
+if TYPE_CHECKING:  # of few models
+    from megatron_llama.planner.expert_work import ExpertWork
 
 UPDATE = 34
 UPDATE_WIDE = 28
@@ -43,6 +47,8 @@ class StepTime:
     """Exposed communication between stages."""
     data: float
     """Exposed communication over dp."""
+    expert: float
+    """Exposed communication over ep."""
     update: float
     """The optimizer's update."""
     other: float
@@ -79,9 +85,10 @@ def block_time(
     """Return the time of one block. Each pass sums partial results over tp twice (with sequence
     parallelism: gathers and scatters), whole or in pieces. With context parallelism, keys and
     values travel forward, and again backward with their gradients, as far as windows reach, or the
-    sequence is exchanged for heads. The time is that of the rank that sends most."""
+    sequence is exchanged for heads. The time is that of the rank that sends most. Experts have no
+    messages over tp, but those over ep, which are waited for."""
     shown = fit.tensor_overlap if job.traits.overlap_tensor else 1.0
-    tensor = tensor_back = 2 * groups.tp.reduce(job.stream) * shown
+    tensor = tensor_back = (2 - job.sparse) * groups.tp.reduce(job.stream) * shown
     if job.tensor_pieces > 1:
         tensor, tensor_back = exposed_pieces(job, groups.tp, kernels, fit)
     keys = groups.cp_keys
@@ -95,13 +102,35 @@ def block_time(
     pure = kernels.forward()
     forward = replace(pure, tensor=tensor, context=context)
     backward = replace(kernels.backward(pure), tensor=tensor_back, context=context + gradients)
+    if job.experts is not None:
+        forward, backward = _dispatched(job, job.experts, groups, forward, backward)
     if job.recomputes_scores:
         return BlockTime(forward, backward + PassTime(attention=pure.attention))
     forward, backward = _scales(job, groups, forward, backward)
-    again = forward.scaled(job.recomputed) + PassTime(memory=pure.memory * job.recomputed_memory)
+    again = forward.scaled(job.recomputed) + kernels.selective().scaled(job.selective)
     # What recomputes has the codes that its gradients need.
     codes = weight_codes(job, groups, kernels).scaled(job.codes_again)
     return BlockTime(forward + codes, backward + again + codes)
+
+
+def _dispatched(
+    job: TrainingJob, work: ExpertWork, groups: RankGroups, forward: PassTime, backward: PassTime
+) -> tuple[PassTime, PassTime]:
+    """Return the passes with the messages over the ranks that divide experts, and those that count
+    the tokens of a sequence for a loss."""
+    sent = work.messages
+    send = groups.ep.exchange if work.exchanges else groups.ep.gather
+    there = send(sent.forward_bytes, sent.forward)
+    back = send(sent.backward_bytes, sent.backward)
+    counted = PassTime()
+    if work.counted:
+        counted = PassTime(
+            tensor=groups.tp.reduce(work.counted), context=groups.cp.reduce(work.counted)
+        )
+    return (
+        forward + (counted + PassTime(expert=there)).scaled(job.sparse),
+        backward + PassTime(expert=back).scaled(job.sparse),
+    )
 
 
 def _scales(
@@ -154,9 +183,11 @@ def estimate(job: TrainingJob, fit: Coefficients) -> StepTime:
     middle = share * block.seconds
     # If blocks divide unevenly, some rank without the head has the larger number of blocks.
     uneven = (-(-layers // job.pp) - share) * block.seconds
-    # Blocks of the first and of the last rank that are in 16 bits.
-    at_ends = replace(job, narrow=job.narrow_ends)
-    wide = share * block_time(at_ends, groups, Kernels(at_ends, fit), fit).seconds - middle
+    wide = 0.0
+    if job.narrow_ends != job.narrow:
+        # Blocks of the first and of the last rank that are in 16 bits.
+        at_ends = replace(job, narrow=job.narrow_ends)
+        wide = share * block_time(at_ends, groups, Kernels(at_ends, fit), fit).seconds - middle
     last = middle + uneven - block.seconds + ends if job.ends_counted else middle + ends
     fullness = fuller_end(job) / job.machine.gpu.memory
     bottleneck = max(last + wide, middle + uneven + wide) * (
@@ -168,21 +199,24 @@ def estimate(job: TrainingJob, fit: Coefficients) -> StepTime:
     bubble = job.bubble * (job.pp - 1) * middle / job.vpp
     work = job.microbatches * bottleneck
     data = _data_time(job, groups, fit, work, middle)
-    owned = job.trained.share * job.rank_numel / (job.shards if job.sharding != "none" else 1)
+    owned = job.trained.share * job.sharded_numel(job.rank_numel, job.rank_expert_numel)
     away = job.offload.share * owned if job.offload is not None else 0.0
     waits = host_wait(job, fit, away, share * block.forward.seconds, share * block.backward.seconds)
     update = update_bytes(job) * (owned - away) / kernels.hbm + waits
     update += update_of_codes(job, groups, kernels)
     tensor = job.microbatches * share * block.both.tensor
     context = job.microbatches * share * block.both.context
-    whole = work + bubble + wait + data + update + fit.step
+    expert = job.microbatches * share * block.both.expert
+    summed = expert_sums(job, groups)
+    whole = work + bubble + wait + data + summed + update + fit.step
     return StepTime(
-        compute=max(0.0, work - tensor - context),
+        compute=max(0.0, work - tensor - context - expert),
         bubble=bubble,
-        tensor=tensor,
+        tensor=tensor + summed,
         context=context,
         pipeline=wait,
         data=data,
+        expert=expert,
         update=update,
         other=fit.step + whole * straggling(job, fit),
     )
@@ -208,6 +242,16 @@ def host_wait(
     return late + max(0.0, max(update, offload.up * elements / bus) - hidden) / offload.interval
 
 
+def expert_sums(job: TrainingJob, groups: RankGroups) -> float:
+    """Return the seconds in which tensor-parallel ranks add up the gradients of whole experts, each
+    its shard in fp32, at the end of a step."""
+    experts = job.rank_expert_numel
+    if not experts:
+        return 0.0
+    owned = experts / (job.expert_shards if job.sharding != "none" else 1)
+    return groups.tp.reduce(job.traits.kept_gradient_bytes * job.trained.share * owned)
+
+
 def update_bytes(job: TrainingJob) -> int:
     """Return the bytes that an update on the device moves for each parameter."""
     return UPDATE if job.itemsize < 4 else UPDATE_WIDE * job.itemsize // 4
@@ -225,18 +269,30 @@ def _data_time(
     messages during every microbatch and of messages once a step."""
     wire = job.traits.gradient_bytes
     units = job.model.num_hidden_layers / job.pp
-    trained = job.trained.share * job.rank_numel
-    shards = job.shards if job.sharding != "none" else 1
-    replicas = groups.replicas.reduce(wire * trained / shards)
+    share = job.trained.share
+    trained = share * job.rank_numel
     messages = max(1.0, trained / BUCKET)
+    divided = job.rank_expert_numel if job.ep > 1 else 0.0
+
+    def gather(itemsize: float, count: float) -> float:
+        """Of all elements of a rank: experts that ranks divide have axes of their own."""
+        others = groups.shards.gather(itemsize * (job.rank_numel - divided), count)
+        sparse = job.sparse * count * (divided > 0)
+        return others + groups.expert_shards.gather(itemsize * divided, sparse)
+
+    shards = job.shards if job.sharding != "none" else 1
+    replicas = groups.replicas.reduce(wire * share * (job.rank_numel - divided) / shards)
+    if divided:
+        own = divided / (job.expert_shards if shards > 1 else 1)
+        replicas += groups.expert_replicas.reduce(wire * share * own)
     if job.sharding == "parameters":
         times = 2 * job.microbatches if job.pp == 1 else 1
-        gathers = times * groups.shards.gather(job.itemsize * job.rank_numel, units)
-        reductions = job.microbatches * groups.shards.gather(wire * trained, units)
+        gathers = times * gather(job.itemsize, units)
+        reductions = job.microbatches * gather(wire * share, units)
         return _slowdown(gathers + reductions + replicas, work, fit)
     every = job.sharding == "gradients" and (job.pp == 1 or job.traits.reduces_every_microbatch)
-    reductions = groups.shards.gather(wire * trained, messages)
-    gathers = groups.shards.gather(job.itemsize * trained, messages)
+    reductions = gather(wire * share, messages)
+    gathers = gather(job.itemsize * share, messages)
     sent = gathers + replicas + (0.0 if every else reductions)
     if job.traits.family == "intern":
         sent += job.shards * fit.broadcast

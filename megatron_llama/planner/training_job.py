@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
@@ -30,6 +30,9 @@ from megatron_llama.model.plan.run_params import trained_units
 from megatron_llama.pipeline.plan.run_engine import parameter_slots, shard_count
 from megatron_llama.planner.hardware import Gpu
 from megatron_llama.schedule import SCHEDULES
+
+if TYPE_CHECKING:  # of few models, and it imports this module
+    from megatron_llama.planner.expert_work import ExpertWork
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 """State of which data-parallel ranks hold a share, in any trainer."""
@@ -169,9 +172,9 @@ class TrainingJob:
     """Pieces of a message over tp that are hidden under products, as this trainer does it."""
     recomputed: float = 0.0
     """Share of the blocks' forward pass that backward recomputes."""
-    recomputed_memory: float = 0.0
-    """Share of the memory-bound work of a block's forward pass that backward repeats in addition to
-    ``recomputed``."""
+    selective: float = 0.0
+    """Share of the blocks whose backward pass repeats a part of the forward pass in addition to
+    ``recomputed`` (``Kernels.selective``)."""
     last_stage_lacks: int = 0
     """Number of blocks that the last stage has fewer than the others."""
     ends_counted: bool = False
@@ -203,6 +206,15 @@ class TrainingJob:
     offload: HostOptimizer | None = None
     graphs: bool = False
     """Whether the passes of blocks run as graphs."""
+    sparse: float = 0.0
+    """Share of the blocks that have experts in the place of an MLP."""
+    experts: ExpertWork | None = None
+    """The work of such a block."""
+
+    @property
+    def ep(self) -> int:
+        """Data-parallel ranks that divide experts among them."""
+        return 1 if self.experts is None else self.experts.ranks
 
     @property
     def tokens(self) -> int:
@@ -226,15 +238,28 @@ class TrainingJob:
 
     @cached_property
     def weights(self) -> tuple[ParamSpec, ...]:
-        """The parameters of one block of a rank, as this trainer builds them."""
-        return Shapes(self.model, self.tp, 0, self.sequence_parallel).block(0).params
+        """The parameters of one block without experts of a rank, as this trainer builds them."""
+        model = replace(self.model, num_experts=0) if self.model.num_experts else self.model
+        return Shapes(model, self.tp, 0, self.sequence_parallel).block(0).params
 
     @cached_property
     def matmuls(self) -> tuple[Matmul, ...]:
-        """Forward products with the weights of one block, for one microbatch."""
+        """Forward products with the weights of one block without experts, for one microbatch."""
+        return self._products(self.weights)
+
+    @cached_property
+    def mlp(self) -> tuple[Matmul, ...]:
+        """Those of ``matmuls`` that a block with experts does not have."""
+        return self._products(self._mlp_weights)
+
+    @property
+    def _mlp_weights(self) -> list[ParamSpec]:
+        return [spec for spec in self.weights if ".mlp." in spec.name]
+
+    def _products(self, weights: Sequence[ParamSpec]) -> tuple[Matmul, ...]:
         return tuple(
             Matmul(self.tokens, self._rows(spec), spec.shape[1])
-            for spec in self.weights
+            for spec in weights
             if len(spec.shape) > 1
         )
 
@@ -264,13 +289,41 @@ class TrainingJob:
 
     @cached_property
     def block_numel(self) -> int:
-        """Elements of the weights of one block on one rank."""
-        return sum(self._rows(spec) * spec.width for spec in self.weights)
+        """Elements of the weights of one block on one rank, as the mean of blocks with and without
+        experts."""
+        dense = sum(self._rows(spec) * spec.width for spec in self.weights)
+        if self.experts is None:
+            return dense
+        mlp = sum(self._rows(spec) * spec.width for spec in self._mlp_weights)
+        own = self.experts.numel + self.experts.others_numel
+        return round(dense + self.sparse * (own - mlp))
+
+    def expert_numel(self, layers: float) -> float:
+        """Return the elements of a rank's experts in so many blocks."""
+        return 0.0 if self.experts is None else layers * self.sparse * self.experts.numel
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that divide the sharded state of experts."""
+        return max(1, self.shards // self.ep)
+
+    def sharded_numel(self, numel: float, experts: float) -> float:
+        """Return the elements of a shard of ``numel``, of which ``experts`` are those of
+        experts."""
+        if self.sharding == "none":
+            return numel
+        return (numel - experts) / self.shards + experts / self.expert_shards
 
     @property
     def matrix_numel(self) -> int:
-        """Elements of all blocks and of the head, over all tp ranks."""
+        """Elements of all blocks and of the head that a token meets, over all tp ranks."""
         blocks = self.block_numel * self.model.num_hidden_layers
+        if self.experts is not None:
+            from megatron_llama.model.plan.experts import elements_in_place_of_mlps
+
+            dense = replace(self, sparse=0.0, experts=None).block_numel
+            blocks = dense * self.model.num_hidden_layers
+            blocks += elements_in_place_of_mlps(self.model) // self.tp
         return (blocks + self.head.n * self.head.k) * self.tp
 
     @property
@@ -314,20 +367,28 @@ class TrainingJob:
     @cached_property
     def rank_numel(self) -> int:
         """Weight elements of the rank that has most."""
-        layers = -(-self.model.num_hidden_layers // self.pp)
         tables = self.ends if self.pp == 1 else 1
-        return layers * self.block_numel + tables * self.table_rows * self.head.k
+        return self._most_layers * self.block_numel + tables * self.table_rows * self.head.k
+
+    @property
+    def rank_expert_numel(self) -> float:
+        """Those of them that are experts'."""
+        return self.expert_numel(self._most_layers)
+
+    @property
+    def _most_layers(self) -> int:
+        return -(-self.model.num_hidden_layers // self.pp)
 
 
 def job_of(config: Config, machine: Machine) -> TrainingJob:
     """Return the work of a step of this trainer with a resolved configuration. Raises ConfigError
-    for a model with experts."""
-    if config.model.num_experts:
+    for experts in FP8."""
+    if config.model.num_experts and config.training.fp8 != "none":
         raise ConfigError(
-            flag("num_experts"),
-            got=config.model.num_experts,
-            expected="0: no measured run has told the planner the times of experts",
-            do="choose the layout by hand; pretrain --dry-run counts its memory and messages",
+            flag("fp8"),
+            got=f"{config.training.fp8} for a model with {flag('num_experts')}",
+            expected="none: the planner knows no messages and codes of experts in FP8",
+            do="plan without it; pretrain --dry-run counts the memory of a layout",
         )
     parallel = config.parallel
     training = config.training
@@ -356,6 +417,13 @@ def job_of(config: Config, machine: Machine) -> TrainingJob:
     if parallel.recompute_num_layers.isdecimal():
         blocks = int(parallel.recompute_num_layers) * pp * vpp
         recomputing = min(1.0, blocks / model.num_hidden_layers)
+    sparse, experts = 0.0, None
+    if model.num_experts:
+        from megatron_llama.model.plan.experts import sparse_layers
+        from megatron_llama.planner.expert_work import expert_work
+
+        if with_experts := sparse_layers(model):
+            sparse, experts = with_experts / layers, expert_work(config)
     return TrainingJob(
         model=model,
         machine=machine,
@@ -374,7 +442,7 @@ def job_of(config: Config, machine: Machine) -> TrainingJob:
         sequence_parallel=parallel.sequence_parallel,
         tensor_pieces=chosen_pieces(config),
         recomputed=recomputing if parallel.recompute_granularity == "full" else 0.0,
-        recomputed_memory=0.5 * recomputing * (parallel.recompute_granularity == "selective"),
+        selective=recomputing if parallel.recompute_granularity == "selective" else 0.0,
         ends_counted=parallel.account_for_loss_in_pipeline_split,
         bubble=SCHEDULES[schedule].bubble,
         sharding=sharding,
@@ -392,40 +460,59 @@ def job_of(config: Config, machine: Machine) -> TrainingJob:
         itemsize=itemsize,
         # Without the mapping ``rope_scaling`` a model is hashable, as ``lru_cache`` requires.
         trained=_trained_share(
-            replace(model, rope_scaling=None), tp, config.optimizer.freeze, config.lora
+            *(replace(model, rope_scaling=None), tp, parallel.expert_model_parallel_size),
+            *(config.optimizer.freeze, config.lora),
         ),
         offload=_host_optimizer(config, itemsize),
         graphs=training.cuda_graph_scope == "block",
+        sparse=sparse,
+        experts=experts,
     )
 
 
 @lru_cache(maxsize=64)
 def _trained_share(
-    model: ModelConfig, tp: int, freeze: tuple[str, ...], lora: LoraConfig
+    model: ModelConfig, tp: int, ep: int, freeze: tuple[str, ...], lora: LoraConfig
 ) -> TrainedShare:
     if not freeze and not lora.lora_rank:
         return TrainedShare()
     units = trained_units(
         stage_units(model, whole_model(model), 0, tp=tp), freeze=freeze, lora=lora, tp=tp
     )
+    if ep > 1:
+        from megatron_llama.model.plan.experts import with_own_experts  # of few models
+
+        units = tuple(with_own_experts(unit, ep, 0) for unit in units)
     blocks = [unit for unit in units if unit.is_block]
     every = [spec for unit in units for spec in unit.params]
     matrices = [
         spec for unit in blocks for spec in unit.params if len(spec.shape) > 1 and not spec.adapter
     ]
+    products = [(spec.trainable, _used_numel(spec, model, tp)) for spec in matrices]
     head = next((spec for spec in units[-1].params if len(spec.shape) > 1), None)
     additions = [spec.shape for spec in blocks[0].params if spec.adapter]
     return TrainedShare(
-        frozen=_share_of(matrices, trainable=False),
+        frozen=_share_of(products, trainable=False),
         head_frozen=head is not None and not head.trainable,
-        share=_share_of(every, trainable=True),
+        share=_share_of([(spec.trainable, spec.numel) for spec in every], trainable=True),
         additions=tuple((outputs, inputs) for outputs, inputs in additions),
     )
 
 
-def _share_of(specs: Sequence[ParamSpec], *, trainable: bool) -> float:
-    chosen = sum(spec.numel for spec in specs if spec.trainable is trainable)
-    return chosen / max(1, sum(spec.numel for spec in specs))
+def _used_numel(spec: ParamSpec, model: ModelConfig, tp: int) -> float:
+    """Return the elements of a block's weight that a token meets on a rank, on average."""
+    if not model.num_experts:
+        return spec.numel
+    from megatron_llama.planner.expert_work import used_numel  # of few models
+
+    return used_numel(spec, model, tp)
+
+
+def _share_of(sizes: Sequence[tuple[bool, float]], *, trainable: bool) -> float:
+    """Return the share of the elements that is trained, or is not, of pairs of (whether elements
+    are trained, how many)."""
+    chosen = sum(numel for is_trained, numel in sizes if is_trained is trainable)
+    return chosen / max(1, sum(numel for _, numel in sizes))
 
 
 def _host_optimizer(config: Config, itemsize: int) -> HostOptimizer | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron_llama import cli
 from megatron_llama.config.blend import blend_problems
 from megatron_llama.config.foreign_names import FAMILIES, INSTEAD, NOT_NEEDED
 from megatron_llama.config.help import field_docs, help_text, main, options_markdown
@@ -300,6 +301,21 @@ def test_options_of_other_commands_are_named_with_them() -> None:
         parse(["--load=x", "--train-iters", "3"], [GenerateConfig], aliases=MEGATRON, owners=lambda name: owners.get(name, ()))
     with pytest.raises(ConfigError, match=r"; did you mean --sample-prompt\? generate has --prompt$"):
         parse(["--prompt", "3"], SECTIONS, aliases=MEGATRON, owners=lambda name: owners.get(name, ()))
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("--expert-model-parallel-size", "pretrain, .* and .* have --expert-model-parallel-size"),  # one spelt similarly is known
+        ("--moe-router-topk", "pretrain, .* and .* have --moe-router-topk"),
+        ("--no-norm-topk-prob", "pretrain, .* and .* have --no-norm-topk-prob"),
+        ("--expert-tensor-parallel-size", "--help lists the options"),  # Megatron's, which sets nothing
+    ],
+)
+def test_an_option_of_another_command_is_no_misspelt_one(word: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["evaluate", "--load", "x", word]) == 2
+    message = capsys.readouterr().err
+    assert re.search(rf"{word}: got an unknown flag, expected an option of this command; {says}$", message, re.MULTILINE), message
 
 
 def test_of_a_repeated_flag_the_last_one_counts() -> None:

@@ -48,3 +48,15 @@ def test_what_is_missing_beside_a_layout_is_named(product: Product) -> None:
     """Instead of a layout that does not fit."""
     ended = product.run(*product.command(auto_parallel=True, dry_run=True, world_size=4, train_iters=None, lr_decay_iters=None))
     assert ended.codes == (2,) and "--train-iters: got 0, expected a positive number" in ended.err and "memory" not in ended.err
+
+
+@pytest.mark.long
+def test_a_model_with_experts_plans_itself_and_its_recording(product: Product, tmp_path: Path) -> None:
+    """Two ranks divide its experts, and what they wait for stands beside the plan."""
+    experts = {"model_type": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": None}
+    recorded = {"record_timeline": tmp_path / "run.json.gz", "profile_step_start": 1, "profile_step_end": 3}
+    layout = Layout(2, {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall", "pipeline_model_parallel_size": 1})
+    run = product.train(layout, auto_parallel=True, micro_batch_size=None, train_iters=3, lr_decay_iters=3, **experts, **recorded)
+    assert "of those with" in run.out and "times of experts are computed, not measured" in run.out and "dp 2 (ep 2 alltoall)" in run.out
+    compared = product.run("plan", "compare", tmp_path / "run.json.gz").ok().out
+    assert "/ep2/alltoall/" in compared and "waiting for ep" in compared and "all_to_all on ep" in compared

@@ -133,7 +133,9 @@ def test_losses_of_routers_are_trained_and_logged_by_themselves(product: Product
     assert column(with_, "lm_loss") == pytest.approx(column(without, "lm_loss"), rel=1e-6)
     evaluations = [[entry["validation_loss"] for entry in log(folder) if "validation_loss" in entry] for folder in (with_, without)]
     assert len(evaluations[0]) > 1 and evaluations[0] == pytest.approx(evaluations[1], rel=1e-6)
-    assert not any(f"validation_{name}" in entry for entry in log(with_) for name in ("load_balancing_loss", "z_loss"))
+    assert not any(f"validation_{name}" in entry for entry in log(with_) for name in ("load_balancing_loss", "z_loss", "experts/entropy"))
+    loads = [[column(folder, f"experts/{name}") for name in ("largest_load", "entropy")] for folder in (with_, without)]
+    assert loads[0] == loads[1] and min(loads[0][0]) > 1 > max(loads[0][1])
     assert all(1 <= value < 2 for value in column(with_, "load_balancing_loss")) and all(value > 0 for value in column(with_, "z_loss"))
     assert all(ours > 1.01 * theirs for ours, theirs in zip(column(with_, "grad_norm"), column(without, "grad_norm"), strict=True))
 

@@ -26,10 +26,16 @@ PASSES = 3
 
 def planned_flops(candidate: Candidate) -> float:
     """Forward and backward FLOPs of a token by the products that are planned, all scores counted and nothing twice. With low-rank
-    additions the products with frozen weights have no third part."""
+    additions the products with frozen weights have no third part. Of experts those that a token is sent to."""
     job = candidate.job
     model = candidate.config.model
     products = sum(product.n * product.k for product in job.matmuls) * job.tp * model.num_hidden_layers
+    if (work := job.experts) is not None:
+        # Of the tokens of a tensor-parallel rank; of a rank's experts those of all ranks that divide them.
+        of_experts = sum(work.count * product.flops for product in work.grouped)
+        of_experts += sum(product.flops for product in (work.router, *work.shared))
+        in_place = of_experts // (2 * work.router.m) - sum(product.n * product.k for product in job.mlp) * job.tp
+        products += round(job.sparse * model.num_hidden_layers) * in_place
     head = model.vocab_size * model.hidden_size
     additions = sum(map(prod, adapter_shapes(model, candidate.config.lora).values())) if job.additions else 0
     weights = (4.0 if job.additions else 6.0) * (products + head) + 6.0 * additions

@@ -235,10 +235,13 @@ class _Step:
             self.bytes[axis, "all_reduce"] += traffic.replica_bytes
 
     def norm(self) -> None:
-        """Loss, and norm with vetoes, over everyone; reduced shards of copies that saw a part; the
-        count of tokens that are not masked."""
+        """Loss, and of each block with experts two losses and the tokens of each expert; norm with
+        vetoes; both over everyone. Reduced shards of copies that saw a part; the count of tokens
+        that are not masked."""
         if self.world_size > 1:
-            self.add("world", "all_reduce", FP64)
+            model = self.config.model
+            routers = sum(is_sparse(model, layer) for layer in range(model.num_hidden_layers))
+            self.add("world", "all_reduce", FP64 * (1 + routers * (2 + model.num_experts)))
             self.add("world", "all_reduce", 2 * FP64)
         layout = self.plan.bucket_plans[self.rank]
         for bucket in layout.buckets:

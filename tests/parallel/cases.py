@@ -120,6 +120,8 @@ class Layout:
     """And a device adds them up in fp32, as the host always does."""
     clip: float = 1.0
     steps: int = STEPS
+    first: int = 0
+    """Number of the first global batch."""
     offload: OffloadConfig = NO_OFFLOAD
     blocking: bool = False
     """Wait for offload at once."""
@@ -289,7 +291,7 @@ def trainer(
 def train(place: Place, layout: Layout, block: type[Block] = Block) -> Record:
     """Run all steps."""
     run = trainer(place, layout, block=block)
-    return record(run, [run.step(index) for index in range(layout.steps)])
+    return record(run, [run.step(index) for index in range(layout.first, layout.first + layout.steps)])
 
 
 def record(run: Trainer, steps: Sequence[tuple[Tensor, Tensor]]) -> Record:
@@ -383,7 +385,7 @@ def train_hf(layout: Layout) -> Record:
 def train_twin(model: torch.nn.Module, layout: Layout) -> Record:
     """The steps of a layout with a model of transformers, of which everything is trained that wants gradients."""
     optimizer = adamw(model.parameters(), OPTIMIZER)
-    losses, norms = torch_twin.train(model, optimizer, lambda index: [next_token_loss(model, global_samples(index))], layout.steps, layout.clip)
+    losses, norms = torch_twin.train(model, optimizer, lambda index: [next_token_loss(model, global_samples(layout.first + index))], layout.steps, layout.clip)
     return Record(tuple(losses), tuple(norms))
 
 
@@ -462,6 +464,8 @@ class Reference:
     """The same in fp64."""
     hf: Record | None
     """transformers; None where it has no counterpart."""
+    first: int = 0
+    """Number of the first global batch."""
 
     def row(self, name: str, record: Record) -> Row:
         """The comparison of one run."""

@@ -23,7 +23,7 @@ SEED, COUNT, STEPS = 6, 64, 5
 @cache
 def draw(seed: int = SEED, count: int = COUNT) -> tuple[Layout, ...]:
     """``count`` layouts of different names, always the same for a seed. With fewer than 64 the floors shrink in proportion."""
-    return tuple(with_floors(partial(_candidate, random.Random(seed)), _traits, _runs, floors(count), count))
+    return tuple(with_floors(partial(candidate, random.Random(seed)), _traits, runs, floors(count), count))
 
 
 def axes(layout: Layout) -> int:
@@ -47,7 +47,7 @@ NAMES: Mapping[str, str] = {
 """Fields of a layout, and the options that they stand for."""
 
 
-def _candidate(chance: random.Random) -> Layout | None:
+def candidate(chance: random.Random) -> Layout | None:
     """A layout; None where its pipeline has no stages, or a microbatch no samples."""
     try:
         options, world_size = drawn_layout(chance)
@@ -61,7 +61,7 @@ def _candidate(chance: random.Random) -> Layout | None:
     return replace(layout, dp=dp, microbatches=GLOBAL_BATCH_SIZE // (dp * samples))
 
 
-def _runs(layout: Layout) -> bool:
+def runs(layout: Layout) -> bool:
     """Whether a user could start the layout, too."""
     config = layout.config()
     samples = GLOBAL_BATCH_SIZE // (layout.dp * layout.microbatches)

@@ -110,6 +110,8 @@ def test_drawn_layout_twice_is_bitwise_equal(runs: Runs, cluster: Cluster, layou
 def test_the_tool_prints_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["parity.py", "--random", "--seed", "5", "--count", "2"])
     assert parity.main() == 0
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert head == "2 layouts drawn from seed 5"
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
     assert [line[0] for line in lines[2:]] == [*(layout.name for layout in draw(5, 2)), "**largest of 2**"]
     assert all(float(line[1]) < LOSS_BOUND and float(line[2]) < NORM_BOUND for line in lines[2:4])

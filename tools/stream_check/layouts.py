@@ -36,7 +36,7 @@ from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.metrics.log import MetricLog, StepRecord
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
-from megatron_llama.pipeline.build import build_optimizer, compute_dtype
+from megatron_llama.pipeline.build import build_optimizer, compute_dtype, runtime_class
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.pipeline.scoring import predict_tokens
 from megatron_llama.train.run.bad_steps import BadSteps
@@ -128,7 +128,9 @@ class _Run:
             build_optimizer(config, stages.values(), mesh, blocking=self._layout.blocking)
         ) as optimizer:
             optimizer.load_weights(self._weights)
-            runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
+            runtime = runtime_class(config)(
+                stages, optimizer, mesh, config, dtype=compute_dtype(config)
+            )
             log = cast(MetricLog, _NoLog())
             bad_steps = BadSteps(config, mesh, log, NO_HISTORY)
             course = Course(TrainState(0, 0), bad_steps.is_last)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.engine.plan.specs import HFSlice, ParamSpec, UnitSpec
@@ -58,13 +58,20 @@ def router_name(model: ModelConfig) -> str:
 def expert_names(model: ModelConfig, expert: int) -> tuple[str, str, str]:
     """Return the names of the gate, up and output matrices of an expert, in a block of
     HuggingFace's files."""
-    theirs = FAMILIES[model.model_type].tensors
-    owner = f"{theirs.get('mlp.experts', 'mlp.experts')}.{expert}"
-    gate, up, down = (
-        f"{owner}.{theirs.get(f'experts.{name}', name)}.weight"
-        for name in ("gate_proj", "up_proj", "down_proj")
-    )
+    owner, *names = _expert_tensors(model.model_type)
+    gate, up, down = (f"{owner}.{expert}.{name}.weight" for name in names)
     return gate, up, down
+
+
+@cache
+def _expert_tensors(model_type: str) -> tuple[str, ...]:
+    """Return the family's names of all experts and of the three matrices of each: a plan asks for
+    those of each expert."""
+    theirs = FAMILIES[model_type].tensors
+    matrices = (
+        theirs.get(f"experts.{name}", name) for name in ("gate_proj", "up_proj", "down_proj")
+    )
+    return theirs.get("mlp.experts", "mlp.experts"), *matrices
 
 
 def expert_params(shapes: Shapes, prefix: str) -> tuple[ParamSpec, ...]:

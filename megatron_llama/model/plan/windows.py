@@ -8,7 +8,9 @@ from megatron_llama.model.windows import chunk_of, layer_windows
 
 def score_share(model: ModelConfig, length: int) -> float:
     """Return the attention scores of all layers, as a share of those that they would have without
-    windows: of the half of the square below its diagonal."""
+    windows and chunks: of the half of the square below its diagonal."""
+    if model.attention_chunk_size:
+        return chunk_squares(model, length) / (length**2 * model.num_hidden_layers)
     if not model.sliding_window:
         return 1.0
     windows = [min(window or length, length) for window in layer_windows(model)]

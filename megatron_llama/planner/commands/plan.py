@@ -17,7 +17,7 @@ from megatron_llama.planner.inputs import with_cluster
 from megatron_llama.planner.nearest import Citation
 from megatron_llama.planner.outputs import write_drawing, write_json, write_page
 from megatron_llama.planner.pictures.plan_page import pipeline_chart, plan_page
-from megatron_llama.planner.report import command, details, label, losses, table
+from megatron_llama.planner.report import command, details, label, losses, near_heading, table
 
 SECTIONS = (PlanConfig, *config_sections())
 ACTIONS: Mapping[str, str] = MappingProxyType(
@@ -66,7 +66,7 @@ def _lines(
     yield from ("", *table(best), "", *details(first))
     if len(best) > 1:
         yield from ("", "why the others are slower", *losses(best))
-    yield from ("", "nearest published runs, of other trainers", *(f"  {run}" for run in near))
+    yield from ("", near_heading(first), *(f"  {run}" for run in near))
     yield from ("", "start it with", f"  {command(first)}")
 
 

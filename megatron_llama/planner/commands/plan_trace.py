@@ -54,6 +54,11 @@ def _config(parsed: Parsed) -> Config:
     if training.compile:
         do = "leave it out: operators are traced as they are written"
         wrong.append(describe("--compile", got="yes", expected="no compiler", do=do))
+    if training.counts_experts_first:
+        name = "--moe-router-load-balancing-type"
+        kind = training.moe_router_load_balancing_type
+        expected = "none or seq_aux_loss: a trace has no forward pass more before a step"
+        wrong.append(describe(name, got=kind, expected=expected, do="leave it out"))
     if wrong:
         raise ConfigError(listing("This cannot be traced:", wrong))
     config = with_precision(config, bf16=not (training.fp16 or training.fp64))

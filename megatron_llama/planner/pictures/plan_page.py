@@ -14,14 +14,16 @@ from megatron_llama.planner.oom_probability import ALLOCATABLE
 from megatron_llama.planner.pictures.bars import COLOURS, PALETTE, Bar, BarRow, Chart, drawing
 from megatron_llama.planner.pictures.page import code, heading, key, page, paragraph, table
 from megatron_llama.planner.report import (
-    LEGEND,
-    PARTS,
-    SHARES,
+    HEADS,
     command,
     described,
     label,
+    legend,
     losses,
     mfu,
+    near_heading,
+    parts_of,
+    shares_of,
 )
 from megatron_llama.planner.simulate import StageTimes, simulate
 from megatron_llama.schedule import Op, Schedule, TimedPass
@@ -29,10 +31,8 @@ from megatron_llama.schedule.actions import send_of
 from megatron_llama.train.run.timeline_file import GATHERS, PIPELINE, REDUCTIONS, UPDATES
 
 GIB = 2**30
-HEAD = (
-    *("", "step (s)", "80 % between (s)", "tokens/s/GPU", "MFU", "memory/GPU", "OOM"),
-    *("bubble", "tp", "cp", "pp", "dp", "layout"),
-)
+HEAD = (*("", "step (s)", "80 % between (s)", "tokens/s/GPU", "MFU", "memory/GPU", "OOM"),)
+"""Heads of the table before those of shares and layout."""
 
 
 @dataclass(frozen=True)
@@ -100,17 +100,19 @@ def plan_page(best: Sequence[Candidate], title: str, near: Sequence[object]) -> 
 
 def _parts(best: Sequence[Candidate], near: Sequence[object]) -> Iterator[str]:
     first = best[0]
-    yield table(HEAD, _table_rows(best), words=(), sentences=(12,))
-    yield paragraph(LEGEND)
+    columns = shares_of(best)
+    head = (*HEAD, *(HEADS[name] for name in columns), "layout")
+    yield table(head, _table_rows(best, columns), words=(), sentences=(len(head) - 1,))
+    yield paragraph(legend(columns))
     yield heading(f"The run in {label(first)}")
     yield table(("", ""), described(first).items(), sentences=(1,))
     yield heading(f"The pipeline of {label(first)}")
     yield from _pipeline(first)
     yield heading("Where the time goes")
-    yield key(zip((words for _, words in PARTS), cycle(PALETTE), strict=False))
+    yield key(zip((words for _, words in parts_of(best)), cycle(PALETTE), strict=False))
     times = []
     for place, candidate in enumerate(best, 1):
-        parts = [(words, getattr(candidate.step_time, name)) for name, words in PARTS]
+        parts = [(words, getattr(candidate.step_time, name)) for name, words in parts_of(best)]
         times.append(_stacked(str(place), parts, "s"))
     yield drawing(times, max(candidate.seconds for candidate in best), "s")
     yield heading(f"Memory of {label(first)}")
@@ -119,13 +121,13 @@ def _parts(best: Sequence[Candidate], near: Sequence[object]) -> Iterator[str]:
     if len(best) > 1:
         yield heading("Why the others are slower")
         yield code("\n".join(losses(best)))
-    yield heading("Nearest published runs, of other trainers")
+    yield heading(near_heading(first).capitalize())
     yield code("\n".join(map(str, near)))
     yield heading("Start it with")
     yield code(command(first))
 
 
-def _table_rows(best: Sequence[Candidate]) -> Iterator[tuple[str, ...]]:
+def _table_rows(best: Sequence[Candidate], columns: Sequence[str]) -> Iterator[tuple[str, ...]]:
     for place, candidate in enumerate(best, 1):
         step = candidate.step_time
         yield (
@@ -136,7 +138,7 @@ def _table_rows(best: Sequence[Candidate]) -> Iterator[tuple[str, ...]]:
             f"{mfu(candidate):.0%}",
             sized(candidate.needed),
             f"{candidate.oom_probability:.0%}",
-            *(f"{getattr(step, name) / step.seconds:.1%}" for name in SHARES),
+            *(f"{getattr(step, name) / step.seconds:.1%}" for name in columns),
             label(candidate),
         )
 

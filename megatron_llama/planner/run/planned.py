@@ -18,14 +18,14 @@ from megatron_llama.planner.calibration import HOST, Calibration, calibration_of
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.hardware import gpu_of_device
 from megatron_llama.planner.measured import read_config
-from megatron_llama.planner.report import PARTS, mfu
+from megatron_llama.planner.report import mfu, parts_of
 from megatron_llama.planner.run.folder import Floats, RunFolder
 from megatron_llama.planner.training_job import Machine
 from megatron_llama.train.setup.description import describe_config
 from megatron_llama.train.setup.memory import MemoryPlan
 from megatron_llama.train.setup.resolve import problems
 
-EXPOSED = ("tensor", "context", "pipeline", "data")
+EXPOSED = ("tensor", "context", "pipeline", "data", "expert")
 """Fields of a StepTime that are exposed communication."""
 
 STEP = "step"
@@ -172,7 +172,7 @@ class Planned:
     def step_parts(self) -> Mapping[str, float]:
         """Seconds of a step by purpose."""
         step = self.candidate.step_time
-        return {words: getattr(step, name) for name, words in PARTS}
+        return {words: getattr(step, name) for name, words in parts_of([self.candidate])}
 
     def compared(self) -> Iterator[ComparedNumber]:
         """Yield the rows of the table."""

@@ -22,7 +22,7 @@ from megatron_llama.engine.plan.weight_access import WeightAccess
 from megatron_llama.launch.mesh import build_mesh
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.plan.params import partition_of
-from megatron_llama.pipeline.build import build_optimizer, compute_dtype
+from megatron_llama.pipeline.build import build_optimizer, compute_dtype, runtime_class
 from megatron_llama.pipeline.plan.stage_accesses import rank_weight_accesses
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.planner.trace.op_recorder import OpRecorder, Tables
@@ -51,7 +51,7 @@ def trace_rank(
             op_recorder,
             closing(build_optimizer(config, stages.values(), mesh, inline=True)) as optimizer,
         ):
-            runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=dtype)
+            runtime = runtime_class(config)(stages, optimizer, mesh, config, dtype=dtype)
             settle_in(optimizer, rank_weight_accesses(config, schedule.ranks[rank], rank=rank))
             batches = [_batch(config) for _ in range(schedule.microbatches)]
             state = state_of(optimizer, batches, op_recorder.storages)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 from megatron_llama.config.schema import Config
 from megatron_llama.config.world import dp_size
+from megatron_llama.model.plan.experts import is_sparse
 from megatron_llama.model.plan.fp8 import fp8_layers
 from megatron_llama.model.plan.params import partition_of
-from megatron_llama.model.windows import window_of
+from megatron_llama.model.windows import chunk_of, window_of
 from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
 from megatron_llama.planner.trace.op_recorder import Tables
 from megatron_llama.planner.trace.rank import BATCHES, trace_rank
@@ -65,7 +66,8 @@ class RunTracer:
 
     def alike(self) -> list[list[int]]:
         """Return groups of pipeline ranks with equal numbers of layers, multiplied in the same
-        precision and with the same windows, and equal ends."""
+        precision and with the same windows, chunks and experts, and equal ends."""
+        model = self.config.model
         partition = partition_of(self.config)
         in_fp8 = fp8_layers(self.config)
         groups = dict[object, list[int]]()
@@ -74,7 +76,12 @@ class RunTracer:
             shape = tuple(
                 (
                     tuple(
-                        (layer in in_fp8, window_of(self.config.model, layer))
+                        (
+                            layer in in_fp8,
+                            window_of(model, layer),
+                            chunk_of(model, layer),
+                            is_sparse(model, layer),
+                        )
                         for layer in partition.layers[stage]
                     ),
                     stage == 0,

@@ -17,7 +17,7 @@ class AutoParallelConfig:
 
     auto_parallel: bool = False
     """Take the fastest layout that is planned to fit: tp, pp with its schedule and virtual stages,
-    cp, data-parallel sharding, micro-batch, recomputation. Given values of these stay. Needs
+    cp, ep, data-parallel sharding, micro-batch, recomputation. Given values of these stay. Needs
     --global-batch-size."""
     gpu: str | None = None
     """The kind to plan for, as with `plan`. Default: what this machine has."""

@@ -155,13 +155,14 @@ def align_problems(parsed: Parsed) -> Iterator[str]:
             expected="0: the losses of preference tuning compare answers, not tokens",
             do="leave it out",
         )
-    if parsed.get(TrainingConfig).has_router_losses:
-        kind = parsed.get(TrainingConfig).moe_router_load_balancing_type
+    training = parsed.get(TrainingConfig)
+    if training.counts_experts_first and options.method == "kto":
         yield describe(
-            "--moe-router-load-balancing-type, --moe-z-loss-coeff",
-            got=f"{kind} and {parsed.get(TrainingConfig).moe_z_loss_coeff:g}",
-            expected="none and 0: preference tuning has no losses of routers",
-            do="leave them out",
+            "--moe-router-load-balancing-type",
+            got=f"{training.moe_router_load_balancing_type}, with --method kto",
+            expected="seq_aux_loss: the pass before each step is that of the mismatched answers, "
+            "and counts no tokens of experts",
+            do="change one of the two",
         )
 
 

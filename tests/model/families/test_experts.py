@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_llama import plan as planned_layouts
 from megatron_llama.cli import main
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.engine.mesh import Mesh
@@ -112,7 +111,6 @@ ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
             {"fp8": "blockwise", "bf16": True, "hidden_size": 128, "head_dim": 128, "intermediate_size": 50},
             "--fp8 blockwise: got a rank's intermediate size of an expert 24 with --tensor-model-parallel-size 1, expected multiples of 128",
         ),
-        ({"compile": True}, "--num-experts: got 6 with --compile, expected kernels as they are"),
         ({"cuda_graph_scope": "block"}, "--num-experts: got 6 with --cuda-graph-scope block, expected none"),
         ({"optimizer_offload": "zenflow"}, "--num-experts: got 6 with --optimizer-offload zenflow, expected exact: columns"),
         ({"lora_rank": 2, "lora_target_modules": ("q_proj", "up_proj")}, "--lora-target-modules: got up_proj, expected some of q_proj, k_proj"),
@@ -139,6 +137,7 @@ ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
         ),
         ({**EP2, "data_parallel_shard_size": 1}, "--expert-model-parallel-size: got 2 with --data-parallel-shard-size 1, expected a multiple of 2"),
         ({**EP2, "expert_tensor_parallel_size": 2}, "expected 1"),
+        ({**EP2, **ALLTOALL, "compile": True}, "--num-experts: got 6 with --compile and --moe-token-dispatcher-type alltoall, expected allgather"),
         ({**EP2, **ALLTOALL, "cuda_graph_scope": "block"}, "got 2 with --moe-token-dispatcher-type alltoall and --cuda-graph-scope block, expected none"),
         ({**EP2, "model_type": "llama", **dict.fromkeys(GIVEN)}, "--expert-model-parallel-size: got 2, expected 1 for a model without experts"),
     ],
@@ -160,11 +159,6 @@ def test_what_is_exchanged_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
     assert "(ep 8 alltoall)" in printed
     line = f"of each microbatch: forward 4 messages, {sized(forward)}; backward 4, {sized(backward)}, if experts are equally loaded; at most"
     assert f"  over ep       in a block with experts, {line}" in printed
-
-
-def test_the_planner_does_not_guess() -> None:
-    with pytest.raises(ConfigError, match="--num-experts: got 8, expected 0: no measured run has told the planner the times of experts"):
-        planned_layouts(model="mixtral-8x7b", gpus=64)
 
 
 def test_flops_are_those_of_the_experts_of_a_token() -> None:

@@ -175,7 +175,7 @@ class FamilyLayout(Layout):
     @property
     def reference(self) -> FamilyLayout:
         """See Layout."""
-        kept = ("family", "pad", "trains_pad", "documents", "fp64", "clip", "steps", "freeze", "lora", "targets", "balance", "z_loss")
+        kept = ("family", "pad", "trains_pad", "documents", "fp64", "clip", "steps", "freeze", "lora", "targets", "balance", "z_loss", "first")
         return FamilyLayout(**{name: getattr(self, name) for name in kept})
 
     @property
@@ -272,7 +272,7 @@ def train_routers(model: Any, layout: FamilyLayout) -> Record:
     losses: list[float] = []
 
     def loss_of(index: int) -> Tensor:
-        text = global_samples(index)
+        text = global_samples(layout.first + index)
         out = model(text[:, :-1], output_router_logits=True)
         loss = nn.functional.cross_entropy(out.logits.flatten(0, 1), text[:, 1:].flatten())
         losses.append(loss.item())

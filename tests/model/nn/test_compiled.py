@@ -35,10 +35,12 @@ class WithCompiler(FamilyLayout):
     [
         ("llama", ("add_norm", "norm_backward", "rotate", "rotate_back", "swiglu_backward")),
         ("gemma3", ("add_norm", "norm_backward", "norm_heads", "norm_heads_backward", "geglu_backward")),
+        ("qwen3_moe", ("add_norm", "norm_backward", "norm_heads", "norm_heads_backward", "swiglu_backward")),
     ],
 )
 def test_a_compiled_step_is_the_plain_one_but_for_roundings(family: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma 3 has norms of heads, 1 + w and another gate."""
+    """Gemma 3 has norms of heads, 1 + w and another gate; in a model with experts the rows of all of them are one tensor, of the same shape in
+    each step."""
     monkeypatch.setattr(compiled, "MIN_ELEMENTS", 1)
     plain, fast = (trainer(Place(0, 1, 0), layout(family=family)) for layout in (FamilyLayout, WithCompiler))
     ops = fast.stages[0].options.ops
@@ -49,6 +51,8 @@ def test_a_compiled_step_is_the_plain_one_but_for_roundings(family: str, names: 
         assert float(norm) == pytest.approx(float(expected_norm), rel=2e-5)
     used = [getattr(ops, name) for name in names]
     assert all(isinstance(one, Compiled) and one._known for one in used)
+    # A dense block and one with experts.
+    assert len(used[-1]._known) == (2 if family == "qwen3_moe" else 1)
 
 
 def test_without_a_compiler_there_is_one_line_and_everything_goes_on(

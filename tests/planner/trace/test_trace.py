@@ -24,6 +24,7 @@ from megatron_llama.schedule import schedule_named
 from megatron_llama.train.setup.memory import MemoryPlan
 from megatron_llama.train.setup.resolve import resolve
 
+from tests.model.test_activation_memory import EXPERTS, Run
 from tests.oracle.flops import step_flops
 from tests.oracle.messages import step_messages
 from tests.parallel.cases import Layout, batch
@@ -83,6 +84,21 @@ def test_blocks_with_and_without_a_window_are_not_taken_for_each_other() -> None
     short, full = trace_run(config, 4), whole(config, 4)
     for stage, other in zip(short.stages, full.stages, strict=True):
         assert described(short, stage) == described(full, other)
+
+
+def test_blocks_with_and_without_experts_are_not_taken_for_each_other() -> None:
+    """Of four ranks of a block each the second and the fourth have experts, which two data-parallel ranks divide: messages as they are
+    counted beside real runs, of a loss of routers too."""
+    config = small(Run(pp=4, dp=2, ep=2, layers=4, microbatches=8, fields=tuple((EXPERTS | {"decoder_sparse_step": 2}).items())))
+    short, full = trace_run(config, 8), whole(config, 8)
+    for stage, other in zip(short.stages, full.stages, strict=True):
+        assert described(short, stage) == described(full, other)
+        assert short.traffic(stage) == step_messages(config, 8, stage.ranks[0])
+    training = replace(config.training, moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.01)
+    routed = trace_run(replace(config, training=training), 8)
+    (_, plain), (_, sums) = (trace.traffic(trace.stage_of(0))["world", "all_reduce"] for trace in (short, routed))
+    # In the message of the loss: of each block with experts two losses, and the tokens of each expert.
+    assert sums - plain == 8 * 2 * (2 + config.model.num_experts)
 
 
 @pytest.mark.few(1)

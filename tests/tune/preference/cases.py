@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
 from megatron_llama.launch.launcher import Place
-from megatron_llama.pipeline.build import compute_dtype
-from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.pipeline.build import compute_dtype, runtime_class
 from megatron_llama.tune.preference.align_config import AlignConfig
 from megatron_llama.tune.preference.objective import Preferences
 from torch import Tensor
@@ -143,9 +142,8 @@ def aligner(place: Place, layout: Layout, options: AlignConfig, *, chunked: bool
     if chunked:
         for stage in run.stages.values():
             stage.options = replace(stage.options, head_chunk=CHUNK)
-    runtime = PipelineRuntime(
-        run.stages, run.optimizer, run.mesh, layout.config(), dtype=compute_dtype(layout.config()), objective=Preferences(options)
-    )
+    config = layout.config()
+    runtime = runtime_class(config)(run.stages, run.optimizer, run.mesh, config, dtype=compute_dtype(config), objective=Preferences(options))
     return Aligner(layout, run.mesh, run.stages, run.optimizer, runtime, options)
 
 

@@ -1,4 +1,4 @@
-"""Losses of routers: experts are equally loaded, and logits stay small.
+"""Loads of experts, and losses of routers: experts are equally loaded, and logits stay small.
 
 Counts of tokens are integers and have no gradient. Given them, the loss that balances the experts
 of a block is linear in the probabilities: the sum over all tokens t and experts i of ``factor_i *
@@ -30,8 +30,8 @@ from megatron_llama.model.plan.router_losses import HUGGINGFACE, NONE, SEQUENCE
 
 
 class RouterLosses:
-    """The losses of the routers of one process. A block with experts calls ``add`` with the choices
-    of its tokens; ``forward`` and ``begin`` say what happens to them.
+    """The loads and losses of the routers of one process. A block with experts calls ``add`` with
+    the choices of its tokens; ``forward`` and ``begin`` say what happens to them.
 
     ``forward`` gets sums, which are of all blocks with experts of the whole model, [blocks, 2 +
     experts] fp64: the loss that balances, the z-loss, and the tokens of each expert. Every rank
@@ -51,6 +51,8 @@ class RouterLosses:
         self._top_k = model.num_experts_per_tok
         self._balance = training.moe_aux_loss_coeff if self._kind != NONE else 0.0
         self._z = training.moe_z_loss_coeff
+        self.trains = training.has_router_losses
+        """Whether there are losses. Without them tokens are counted for the log alone."""
         self._mesh = mesh
         self._samples = torch.ones(())
         self._tokens = torch.ones(())
@@ -116,7 +118,7 @@ class RouterLosses:
     def add(self, block: int, routing: Routing, samples: int) -> Routing:
         """Count the choices of a block for the tokens of ``samples`` sequences, and return them
         with weights whose backward pass also has the gradients of the losses."""
-        trains = self._scale is not None
+        trains = self.trains and self._scale is not None
         has_backward = trains and torch.is_grad_enabled()
         if self._sums is None and not has_backward:
             return routing

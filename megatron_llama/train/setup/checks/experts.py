@@ -99,15 +99,16 @@ def expert_problems(config: Config) -> Iterator[str]:
             "0: between attention and experts no message is cut",
         ),
         (
-            training.compile,
-            "--compile",
-            "kernels as they are: each step sends other numbers of tokens to an expert, for which "
-            "they would be compiled again",
+            training.compile and parallel.exchanges_tokens,
+            "--compile and --moe-token-dispatcher-type alltoall",
+            "allgather, by which experts have as many rows in each step: kernels are compiled for "
+            "a number of rows",
         ),
         (
             training.cuda_graph_scope != "none",
             f"--cuda-graph-scope {training.cuda_graph_scope}",
-            "none: nothing shows that passes of experts can be captured",
+            "none: tokens of experts are counted into other tensors in each pass, and nothing "
+            "shows that their products can be captured",
         ),
         (
             config.offload.optimizer_offload == ZENFLOW,

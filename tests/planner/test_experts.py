@@ -1,0 +1,198 @@
+"""Plans for models with experts: their work, memory and messages are those that runs have, and no layout that is refused is proposed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from megatron_llama.cli import main
+from megatron_llama.errors import ConfigError
+from megatron_llama.metrics.flops import flops_per_token
+from megatron_llama.model.plan.dispatch import dispatch_messages
+from megatron_llama.planner.candidate import Candidate
+from megatron_llama.planner.choice import choose
+from megatron_llama.planner.fitted import FITTED
+from megatron_llama.planner.inputs import layout_named
+from megatron_llama.planner.kernels import Kernels
+from megatron_llama.planner.links import rank_groups
+from megatron_llama.planner.report import COMPUTED, command, details, label, table
+from megatron_llama.planner.search import candidates, memory_estimate
+from megatron_llama.planner.steps import block_time, estimate, expert_sums
+from megatron_llama.planner.training_job import job_of
+from megatron_llama.train.setup.memory import MemoryPlan
+from megatron_llama.train.setup.resolve import problems, resolve
+
+from tests.oracle.flops import planned_flops
+from tests.oracle.messages import step_messages
+from tests.planner.test_plan import config, machine
+
+BY_UNIT = {"data_parallel_sharding_strategy": "optim_grads_params"}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PIPELINE = {"pipeline_model_parallel_size": 4, "pipeline_schedule": "interleaved", "virtual_pipeline_model_parallel_size": 2}
+LAYOUTS = {
+    "mixtral": ("mixtral-8x7b", 64, 64, {**PIPELINE, "expert_model_parallel_size": 8, "recompute_granularity": "selective"}),
+    "qwen": ("qwen3-30b-a3b", 16, 64, {**BY_UNIT, "expert_model_parallel_size": 4, "recompute_granularity": "full"}),
+    "qwen in tp and cp": ("qwen3-30b-a3b", 64, 64, {**TP2, "context_parallel_size": 2, "expert_model_parallel_size": 2}),
+    "scout": ("llama4-scout", 64, 128, {**BY_UNIT, "recompute_granularity": "full"}),
+    "maverick": ("llama4-maverick", 256, 256, {**TP2, **BY_UNIT, "pipeline_model_parallel_size": 2}),
+}
+
+
+def planned(name: str) -> Candidate:
+    model, gpus, batch, parallel = LAYOUTS[name]
+    chosen = config(model, batch, **parallel)
+    assert problems(chosen, gpus) == []
+    return Candidate(resolve(chosen, gpus), machine(gpus), FITTED)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_work_and_memory_are_those_of_a_run(name: str) -> None:
+    """FLOPs of the experts that a token meets; bytes of the dry run; elements of the buckets."""
+    plan = planned(name)
+    job, model, gpus = plan.job, plan.config.model, plan.machine.gpus
+    scores = replace(model, attention_chunk_size=0, layer_types=())
+    assert planned_flops(plan) == pytest.approx(flops_per_token(scores, job.seq, causal=False), rel=1e-9)
+    granularity = plan.config.parallel.recompute_granularity
+    whole = MemoryPlan(plan.config, gpus)
+    assert plan.needed == whole.needed(granularity, whole.recompute_layers() if granularity != "none" else 0)
+    # The estimate that rules layouts out may not rule out one that fits.
+    assert memory_estimate(plan) < plan.needed
+    layout = plan.short.bucket_plans[0]
+    assert job.rank_numel == pytest.approx(layout.numel, rel=1e-3)
+    if job.ep > 1:
+        assert job.rank_expert_numel == pytest.approx(sum(bucket.numel for bucket in layout.buckets if bucket.kind.ep > 1), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen", "qwen in tp and cp"])
+def test_tokens_and_gradients_take_the_time_of_their_bytes(name: str) -> None:
+    """As ``tests/oracle/messages.py`` counts them beside real runs."""
+    plan = planned(name)
+    plan = replace(plan, fit=replace(FITTED, latency=0.0, latency_across=0.0, hop=0.0, hop_inside=0.0))
+    messages = step_messages(plan.config, plan.machine.gpus, 0)
+    sent = sum(size for (axis, _), (_, size) in messages.items() if axis == "ep")
+    groups, ep = plan.groups, plan.job.ep
+    assert plan.step_time.expert == pytest.approx(sent * (ep - 1) / ep / groups.ep.rate)
+    assert groups.ep.outside == 0 and groups.expert_shards.size * ep == plan.job.dp * plan.job.cp
+    traffic = [traffic for group, traffic in plan._traffic_by_group(0) if group is groups.expert_shards]
+    reduced = messages["expert_dp", "reduce_scatter"][1] * plan.few.training.global_batch_size / plan.config.training.global_batch_size
+    per_microbatch = plan.config.parallel.data_parallel_sharding_strategy == "optim_grads_params"
+    assert [part.reduction_bytes for part in traffic] == [reduced if per_microbatch else messages["expert_dp", "reduce_scatter"][1]]
+
+
+def test_gradients_of_whole_experts_are_added_up_over_tp() -> None:
+    """Once a step, the shard of each rank in fp32."""
+    plan = planned("qwen in tp and cp")
+    plan = replace(plan, fit=replace(FITTED, latency=0.0, latency_across=0.0, hop=0.0, hop_inside=0.0))
+    layout = plan.short.bucket_plans[0]
+    partial = [bucket.index for bucket in layout.buckets if bucket.kind.partial_grad and not bucket.kind.resident]
+    # Of two ranks each sends half of a message in each of two ways.
+    sent = sum(map(layout.shard_numel, partial)) * 4
+    assert expert_sums(plan.job, plan.groups) * plan.groups.tp.rate == pytest.approx(sent, rel=0.01)
+    assert expert_sums(job_of(resolve(config("llama2-7b", 64), 8), machine(8)), plan.groups) == 0
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen"])
+def test_the_simulated_step_is_near_the_closed_form(name: str) -> None:
+    plan = planned(name)
+    assert plan.seconds == pytest.approx(estimate(plan.job, FITTED).seconds, rel=0.05)
+
+
+def test_fewer_rows_of_an_expert_take_longer() -> None:
+    """Two ranks that divide experts have twice the rows of half of them: as many FLOPs, and half of the bytes of weights."""
+    one, two = (
+        Candidate(resolve(config("qwen3-30b-a3b", 64, **BY_UNIT, expert_model_parallel_size=ep), 16), machine(16), FITTED) for ep in (1, 2)
+    )
+    works = [plan.job.experts for plan in (one, two)]
+    rows, flops = zip(*((work.grouped[0].m, work.count * work.grouped[0].flops) for work in works if work is not None), strict=True)
+    assert rows[1] == 2 * rows[0] == 2 * 4096 * 8 // 128 and flops[0] == flops[1]
+    seconds = [sum(map(Kernels(plan.job, FITTED).grouped, plan.job.experts.grouped)) for plan in (one, two) if plan.job.experts]
+    assert seconds[0] > seconds[1] > 0.5 * seconds[0]
+
+
+def test_a_block_without_experts_is_as_in_a_dense_model() -> None:
+    """Of Maverick every second block is dense: the mean of both kinds, and each stage has those of its own."""
+    plan = planned("maverick")
+    job, groups = plan.job, plan.groups
+    dense = replace(job, sparse=0.0, experts=None, model=replace(job.model, num_experts=0))
+    times = [block_time(one, groups, Kernels(one, FITTED), FITTED).forward for one in (dense, job, replace(job, sparse=1.0))]
+    assert job.sparse == 0.5 and times[1].parts == pytest.approx([(first + last) / 2 for first, last in zip(times[0].parts, times[2].parts, strict=True)])
+    assert groups == rank_groups(dense, FITTED) and times[2].tensor == pytest.approx(times[0].tensor / 2) and times[2].expert == 0
+    odd = config("llama4-maverick", 256, **TP2, **BY_UNIT, pipeline_model_parallel_size=2, pipeline_layer_split=(23, 25))
+    assert [Candidate(resolve(odd, 256), machine(256), FITTED)._sparse(layers) for layers in (range(23), range(23, 48))] == [11 / 23, 13 / 25]
+
+
+def test_the_search_divides_experts_where_that_is_written() -> None:
+    def sizes(model: str, gpus: int = 16, **pinned: object) -> set[tuple[int, int]]:
+        whole = resolve(config(model, 64), 1)
+        tried = [*candidates(whole, machine(gpus), {"pipeline_model_parallel_size": 1, "recompute_granularity": "full", **pinned})]
+        assert [problem for one in tried[::25] for problem in problems(one, gpus)] == []
+        return {(one.parallel.tensor_model_parallel_size, one.parallel.expert_model_parallel_size) for one in tried}
+
+    assert {ep for tp, ep in sizes("mixtral-8x7b") if tp == 4} == {1, 2, 4}
+    assert {ep for _, ep in sizes("qwen3-30b-a3b", tensor_model_parallel_size=1)} == {1, 2, 4, 8, 16}
+    assert sizes("qwen3-30b-a3b", sequence_parallel=False) == {(1, ep) for ep in (1, 2, 4, 8, 16)}
+    assert {ep for _, ep in sizes("llama4-scout", tensor_model_parallel_size=1)} == {1, 2, 4, 8, 16} and {ep for _, ep in sizes("llama2-7b")} == {1}
+    assert {ep for _, ep in sizes("mixtral-8x7b", expert_model_parallel_size=4)} == {4}
+
+
+def test_tokens_that_travel_only_to_their_experts_take_less() -> None:
+    """As many messages as the dry run prints, each rank to each, and rows of those tokens alone; memory for the most uneven choice."""
+    gathered = planned("mixtral")
+    parallel = replace(gathered.config.parallel, moe_token_dispatcher_type="alltoall")
+    exchanged = replace(gathered, config=replace(gathered.config, parallel=parallel))
+    word = label(exchanged)
+    assert "/ep8/alltoall/mbs1/" in word and layout_named(config("mixtral-8x7b", 64), machine(64), FITTED, word).config == exchanged.config
+    assert exchanged.needed == MemoryPlan(exchanged.config, 64).needed("selective", MemoryPlan(exchanged.config, 64).recompute_layers())
+    assert exchanged.step_time.compute < gathered.step_time.compute and exchanged.step_time.expert < gathered.step_time.expert
+    whole = resolve(config("mixtral-8x7b", 64), 1)
+    ways = {
+        (one.parallel.expert_model_parallel_size > 1, one.parallel.moe_token_dispatcher_type)
+        for one in candidates(whole, machine(16), {"pipeline_model_parallel_size": 1})
+    }
+    assert ways == {(False, "allgather"), (True, "allgather"), (True, "alltoall")}
+    fast = replace(exchanged, fit=replace(FITTED, latency=0.0, latency_across=0.0, hop=0.0, hop_inside=0.0))
+    both = dispatch_messages(exchanged.config, recomputed=True)
+    sent = (both.forward_bytes + both.backward_bytes) * 8 * 4
+    assert fast.step_time.expert == pytest.approx(sent * 7 / 8 / fast.groups.ep.rate)
+
+
+def test_the_plan_is_a_command_and_says_what_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned("mixtral")
+    assert label(plan) == "tp1/pp4/cp1/dp16/ep8/mbs1/interleaved/v2/optim/recompute-selective"
+    named = layout_named(config("mixtral-8x7b", 64), machine(64), FITTED, label(plan))
+    assert named.config == plan.config
+    text = "\n".join([*table([plan]), *details(plan)])
+    assert COMPUTED in text and "   ep  layout" in text and "1 in a rank and block, each with 8,192 rows of a microbatch; over ep 7 messages" in text
+    words = command(plan).split(" pretrain ")[1].replace("--train-iters N", "--train-iters 1").split()
+    assert main(["pretrain", *words, "--dry-run", "--world-size", "64"]) == 0
+    assert "64 processes = tp 1 x cp 1 x pp 4 x dp 16 (ep 8)" in capsys.readouterr().out
+    dense = Candidate(resolve(config("llama2-7b", 64), 8), machine(8), FITTED)
+    assert "ep" not in next(table([dense])).split() and COMPUTED not in "\n".join(details(dense))
+
+
+def test_a_run_plans_itself() -> None:
+    given = {"pipeline_model_parallel_size": 1, "context_parallel_size": 1, "micro_batch_size": 1, "recompute_granularity": "full"}
+    choice = choose(config("mixtral-8x7b", 64), machine(32), FITTED, given)
+    assert problems(choice.config, 32) == [] and "--expert-model-parallel-size" in choice.notes[0]
+    assert any(COMPUTED in note for note in choice.notes)
+    dense = choose(config("llama2-7b", 64), machine(8), FITTED, given)
+    assert not any("expert" in note for note in dense.notes)
+
+
+def test_frozen_experts_have_two_of_three_products() -> None:
+    whole = config("mixtral-8x7b", 64, **BY_UNIT)
+    frozen = replace(whole, optimizer=replace(whole.optimizer, freeze=("*experts*",)))
+    jobs = [job_of(resolve(one, 64), machine(64)) for one in (whole, frozen)]
+    work = jobs[1].experts
+    assert work is not None
+    experts = sum(work.count * product.flops for product in work.grouped)
+    others = sum(product.flops for product in jobs[1].matmuls) - sum(product.flops for product in jobs[1].mlp) + work.router.flops
+    assert jobs[0].trained.frozen == 0 and jobs[1].trained.frozen == pytest.approx(experts / (experts + others))
+    assert jobs[1].trained.share == pytest.approx(1 - 45.1e9 / 46.7e9, rel=0.01)
+    assert estimate(jobs[1], FITTED).seconds < estimate(jobs[0], FITTED).seconds
+
+
+def test_experts_in_fp8_are_not_guessed() -> None:
+    whole = config("mixtral-8x7b", 64, **BY_UNIT)
+    with pytest.raises(ConfigError, match="--fp8: got blockwise for a model with --num-experts, expected none"):
+        job_of(resolve(replace(whole, training=replace(whole.training, fp8="blockwise")), 64), machine(64))
