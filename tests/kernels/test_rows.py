@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.kernels
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 KINDS = ("experts here", "some elsewhere", "none here", "sent to ranks")
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
-EACH_SIZE = pytest.mark.parametrize(("tokens", "chosen", "width"), [(37, 3, 300), (9, 1, 7), (21, 8, 256), (1, 2, 1)], ids=str)
+EACH_SIZE = pytest.mark.parametrize(("tokens", "chosen", "width"), [(19, 3, 300), (9, 1, 7), (1, 8, 256)], ids=str)
 
 
 def token_rows(kind: str, tokens: int, chosen: int, device: torch.device) -> TokenRows:
@@ -35,10 +36,10 @@ def token_rows(kind: str, tokens: int, chosen: int, device: torch.device) -> Tok
         order = torch.sort(ranks.flatten(), stable=True).indices[: int((ranks < 2).sum())]
         # A rank has always something to send.
         return TokenRows(chosen, order, ranks == 2) if len(order) else token_rows("experts here", tokens, chosen, device)
-    count = {"experts here": 12, "some elsewhere": 6, "none here": 0}[kind]
-    most = None if kind == "experts here" else experts.numel()
-    here = experts.clamp(max=max(count, 1)) if count else torch.ones_like(experts)
-    found = rows.sorted_rows(here, max(count, 1), torch.float32, most=most)
+    count = {"experts here": 12, "some elsewhere": 6, "none here": 1}[kind]
+    most = None if kind == "experts here" else tokens * min(chosen, count)
+    here = torch.ones_like(experts) if kind == "none here" else experts.clamp(max=count)
+    found = rows.sorted_rows(here, count, torch.float32, most=most)
     assert found.sizes is None
     return found
 
@@ -55,16 +56,21 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+class BeginsAsNaN(NothingAsked):
+    """Of memory that nothing was written to."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_dispatch__(function, types, args, kwargs)
+        is_empty = function.overloadpacket.__name__ in {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+        return made.fill_(torch.nan) if is_empty and made.is_floating_point() else made
+
+
 def both_ways(body: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
-    """What kernels and torch's operators make of it. Memory that nothing was written to is NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        with NothingAsked():
-            found = body()
-        with by_torch(monkeypatch):
-            return found, body()
-    finally:
-        torch.use_deterministic_algorithms(False)
+    """What kernels and torch's operators make of it."""
+    with BeginsAsNaN():
+        found = body()
+    with by_torch(monkeypatch):
+        return found, body()
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -153,12 +159,10 @@ def test_activations_of_used_rows(name: str, device: torch.device, monkeypatch: 
     def check(found: Tensor, expected: Tensor) -> None:
         assert same_bits(found[:end], expected[:end]) and found[end:].isnan().all()
 
-    torch.use_deterministic_algorithms(True)
-    try:
-        check(part.forward(gate_up), whole.forward(gate_up))
-        check(part.backward(grad, gate_up), whole.backward(grad, gate_up))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with BeginsAsNaN():
+        made = part.forward(gate_up), part.backward(grad, gate_up)
+    check(made[0], whole.forward(gate_up))
+    check(made[1], whole.backward(grad, gate_up))
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
@@ -172,7 +176,7 @@ def test_a_block_with_experts_elsewhere(
 
     sizes = Sizes(tokens=50, experts=9, top_k=4, hidden=32, inner=24)
     drawn = [tensor.to(device) for tensor in sizes.draw(2, dtype)]
-    here = 5  # of 9 experts
+    here = 5  # of 9 experts, for all places of whose table there is room
 
     def results(dtype: torch.dtype, gate: Gate) -> list[Tensor]:
         x, router, gate_up, down = (tensor.detach().to(dtype).requires_grad_() for tensor in drawn[:-1])
@@ -188,12 +192,8 @@ def test_a_block_with_experts_elsewhere(
     exact = results(torch.float64, PLAIN.gate("silu"))
     with by_torch(monkeypatch):
         plain = results(dtype, PLAIN.gate("silu"))
-    torch.use_deterministic_algorithms(True)
-    try:
-        with NothingAsked():
-            found = results(dtype, KERNELS.gate("silu"))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with BeginsAsNaN():
+        found = results(dtype, KERNELS.gate("silu"))
     for number, (one, other, reference) in enumerate(zip(found, plain, exact, strict=True)):
         assert one.dtype is other.dtype
         assert error(one, reference) <= 1.5 * error(other, reference) + 4e-7, number
