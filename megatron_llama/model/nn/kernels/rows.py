@@ -288,4 +288,4 @@ def _with_rows(values: Tensor) -> Tensor:
 
 
 def _block(width: int) -> int:
-    return min(triton.next_power_of_2(width), COLUMNS)
+    return int(min(triton.next_power_of_2(width), COLUMNS))
