@@ -27,6 +27,7 @@ _EVALUATION = "--eval-interval and --eval-iters"
 _BAD_STEP = "--on-bad-step and --loss-spike-factor"
 _BOARD = "--tensorboard-dir"
 _ROUTER_LOSS = "--moe-router-load-balancing-type hf_aux_loss with --moe-aux-loss-coeff"
+_NO_CAPACITY = "no token is dropped here, so experts have no capacity"
 _PAIR_LENGTH = "--seq-length, which holds both halves of a pair"
 
 INSTEAD: Mapping[str, str] = MappingProxyType(
@@ -39,6 +40,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "add_bias_linear": "--attention-bias and --mlp-bias",
         "moe_router_pre_softmax": "--norm-topk-prob, which is its opposite",
         "moe_layer_freq": "--decoder-sparse-step or --mlp-only-layers, the dense layers",
+        "moe_layer_recompute": f"{_RECOMPUTE} selective, which computes experts again",
         "num_layers_per_virtual_pipeline_stage": _INTERLEAVED,
         "decoder_first_pipeline_num_layers": _LAYERS,
         "decoder_last_pipeline_num_layers": _LAYERS,
@@ -199,6 +201,10 @@ NOT_NEEDED: Mapping[str, str] = MappingProxyType(
     {
         "tiktoken_pattern": "the file of --tokenizer-model says it",
         "use_checkpoint_opt_param_scheduler": "the options decide",
+        "moe_expert_capacity_factor": _NO_CAPACITY,
+        "moe_pad_expert_input_to_capacity": _NO_CAPACITY,
+        "moe_token_drop_policy": _NO_CAPACITY,
+        "overlap_moe_expert_parallel_comm": "messages to experts are waited for here",
         "decoupled_lr": "--param-group 'embed_tokens*: lr=...' 'lm_head*: lr=...'",
         "decoupled_min_lr": "--param-group 'embed_tokens*: min_lr=...' 'lm_head*: min_lr=...'",
         "parallelism.data_parallel_replicate_degree": "it follows from --data-parallel-shard-size",

@@ -93,6 +93,9 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
             help="every rank has its experts whole: only 1 is accepted, and "
             "--expert-model-parallel-size divides them among ranks",
         ),
+        "moe_router_dtype": Alias(
+            convert=only("fp32"), help="routers are in fp32, in fp64 if all is" + _UNCHANGED
+        ),
         "group_query_attention": Alias(
             value="true",
             help="--num-query-groups alone decides; leave that out for multi-head attention",
@@ -166,7 +169,9 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
             "cross_entropy_loss_fusion attention_softmax_in_fp32 apply_query_key_layer_scaling "
             "no_async_tensor_model_parallel_allreduce no_barrier_with_level_1_timing "
             "use_cpu_initialization use_pytorch_profiler manual_gc moe_grouped_gemm "
-            "moe_permute_fusion moe_router_fusion",
+            "moe_permute_fusion moe_router_fusion moe_use_legacy_grouped_gemm "
+            "moe_router_padding_for_fp8 moe_router_padding_for_quantization "
+            "moe_shared_expert_overlap",
             Alias(value="true", help="the trainer chooses its kernels by itself" + _UNCHANGED),
         ),
         **_all_alike(
@@ -212,7 +217,8 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
             Alias(value="true", help=_LOGGED + _UNCHANGED),
         ),
         **_all_alike(
-            "log_params_norm log_num_zeros_in_grad log_progress log_world_size_to_tensorboard",
+            "log_params_norm log_num_zeros_in_grad log_progress log_world_size_to_tensorboard "
+            "moe_per_layer_logging",
             Alias(value="true", help=_NOT_LOGGED),
         ),
         **_all_alike(

@@ -143,7 +143,8 @@ def enough_gpus(
 
 def candidates(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> Iterator[Config]:
     """Yield the valid layouts, whether they fit in memory or not."""
-    strategies = _pinned_or(pinned, "data_parallel_sharding_strategy", STRATEGIES)
+    every = BY_TRAFFIC if config.parallel.data_parallel_shard_size else STRATEGIES
+    strategies = _pinned_or(pinned, "data_parallel_sharding_strategy", every)
     granularities = _pinned_or(pinned, "recompute_granularity", GRANULARITIES)
     for tp, pp, cp, schedule, virtual, micro in shapes(config, machine, pinned):
         # With one data-parallel rank all strategies are the same.
@@ -211,19 +212,25 @@ def _divisions(config: Config, dp: int, pinned: Mapping[str, Any]) -> Iterator[t
     parallel = config.parallel
     experts = config.model.num_experts
     if not experts:
-        yield 1, parallel.moe_token_dispatcher_type
+        if parallel.expert_model_parallel_size == 1:
+            yield 1, parallel.moe_token_dispatcher_type
         return
     sizes = _pinned_or(pinned, "expert_model_parallel_size", _divisors(gcd(dp, experts)))
     from megatron_llama.train.setup.checks.experts import division_problems, expert_problems
 
-    # What forbids experts on one tensor-parallel rank too is for the user to change.
-    if parallel.tensor_model_parallel_size > 1 and any(expert_problems(config)):
-        return
+    alone = replace(parallel, tensor_model_parallel_size=1, expert_model_parallel_size=1)
+    # What forbids experts in every layout is for the user to change.
+    everywhere = set(expert_problems(replace(config, parallel=alone)))
     for ep in sizes:
-        divided = replace(config, parallel=replace(parallel, expert_model_parallel_size=ep))
         every = DISPATCHERS if ep > 1 else DISPATCHERS[:1]
-        if ep == 1 or not any(division_problems(divided, dp)):
-            yield from ((ep, way) for way in _pinned_or(pinned, "moe_token_dispatcher_type", every))
+        for way in _pinned_or(pinned, "moe_token_dispatcher_type", every):
+            divided = replace(
+                parallel, expert_model_parallel_size=ep, moe_token_dispatcher_type=way
+            )
+            layout = replace(config, parallel=divided)
+            is_refused = any(problem not in everywhere for problem in expert_problems(layout))
+            if not is_refused and (ep == 1 or not any(division_problems(layout, dp))):
+                yield ep, way
 
 
 Shape = tuple[int, int, int, Any, int, int]
@@ -233,6 +240,7 @@ def shapes(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> Itera
     """Yield each (tp, pp, cp, schedule, virtual stages, micro-batch) that divides evenly."""
     model = config.model
     training = config.training
+    shards = config.parallel.data_parallel_shard_size
     world = machine.gpus
     tensors = [
         size
@@ -250,7 +258,7 @@ def shapes(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> Itera
         _pinned_or(pinned, "pipeline_model_parallel_size", pipes),
         _pinned_or(pinned, "context_parallel_size", contexts),
     ):
-        if world % (tp * pp * cp):
+        if world % (tp * pp * cp) or world // (tp * pp) % (shards or 1):
             continue
         samples, rest = divmod(training.global_batch_size, world // (tp * pp * cp))
         for micro in _pinned_or(pinned, "micro_batch_size", MICRO_BATCHES):
@@ -312,6 +320,20 @@ def _nothing_valid(config: Config, machine: Machine, pinned: Mapping[str, Any]) 
     given = ", ".join(f"{name} {value}" for name, value in pinned.items()) or "none"
     batch = config.training.global_batch_size
     world = machine.gpus
+    for tp, pp, cp, schedule, virtual, micro in islice(shapes(config, machine, pinned), 1):
+        parallel = replace(
+            config.parallel,
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            context_parallel_size=cp,
+            pipeline_schedule=schedule,
+            virtual_pipeline_model_parallel_size=virtual,
+            sequence_parallel=tp > 1 and pinned.get("sequence_parallel", True),
+        )
+        parallel = with_ends(parallel, config.model.num_hidden_layers)
+        training = replace(config.training, micro_batch_size=micro)
+        if wrong := problems(replace(config, parallel=parallel, training=training), world):
+            return listing("No layout makes these options a run:", wrong)
     near = [size * max(1, round(batch / size)) for size in _divisors(world)]
     works = []
     for size in near:

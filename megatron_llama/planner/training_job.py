@@ -388,7 +388,7 @@ def job_of(config: Config, machine: Machine) -> TrainingJob:
             flag("fp8"),
             got=f"{config.training.fp8} for a model with {flag('num_experts')}",
             expected="none: the planner knows no messages and codes of experts in FP8",
-            do="plan without it; pretrain --dry-run counts the memory of a layout",
+            do="plan without it, or choose a layout by hand: pretrain --dry-run counts its memory",
         )
     parallel = config.parallel
     training = config.training

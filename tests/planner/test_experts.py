@@ -16,7 +16,7 @@ from megatron_llama.planner.inputs import layout_named
 from megatron_llama.planner.kernels import Kernels
 from megatron_llama.planner.links import rank_groups
 from megatron_llama.planner.report import COMPUTED, command, details, label, table
-from megatron_llama.planner.search import candidates, memory_estimate
+from megatron_llama.planner.search import candidates, memory_estimate, search
 from megatron_llama.planner.steps import block_time, estimate, expert_sums
 from megatron_llama.planner.training_job import job_of
 from megatron_llama.train.setup.memory import MemoryPlan
@@ -133,6 +133,30 @@ def test_the_search_divides_experts_where_that_is_written() -> None:
     assert sizes("qwen3-30b-a3b", sequence_parallel=False) == {(1, ep) for ep in (1, 2, 4, 8, 16)}
     assert {ep for _, ep in sizes("llama4-scout", tensor_model_parallel_size=1)} == {1, 2, 4, 8, 16} and {ep for _, ep in sizes("llama2-7b")} == {1}
     assert {ep for _, ep in sizes("mixtral-8x7b", expert_model_parallel_size=4)} == {4}
+
+
+def test_the_search_proposes_no_way_that_an_option_refuses() -> None:
+    whole = config("mixtral-8x7b", 64)
+    compiled = resolve(replace(whole, training=replace(whole.training, compile=True)), 1)
+    grouped = resolve(config("mixtral-8x7b", 64, data_parallel_shard_size=4), 1)
+    for chosen in (compiled, grouped):
+        tried = [*candidates(chosen, machine(16), {"context_parallel_size": 1, "recompute_granularity": "full"})]
+        assert [problem for one in tried for problem in problems(one, 16)] == []
+        assert max(one.parallel.expert_model_parallel_size for one in tried) == (8 if chosen is compiled else 4)
+
+
+@pytest.mark.parametrize(
+    "model, options, said",
+    [
+        ("mixtral-8x7b", {"expert_model_parallel_size": 3}, "--expert-model-parallel-size: got 3, expected a divisor of num_experts 8"),
+        ("mixtral-8x7b", {"tensor_model_parallel_size": 2, "tp_comm_overlap": "2"}, "--num-experts: got 8 with --tp-comm-overlap 2"),
+        ("llama2-7b", {"expert_model_parallel_size": 2}, "--expert-model-parallel-size: got 2, expected 1 for a model without experts"),
+    ],
+)
+def test_what_no_layout_can_have_is_named(model: str, options: dict[str, object], said: str) -> None:
+    whole = resolve(config(model, 64, **options), 1)
+    with pytest.raises(ConfigError, match=said):
+        search(whole, machine(16), FITTED, top=1, pinned=options)
 
 
 def test_tokens_that_travel_only_to_their_experts_take_less() -> None:

@@ -130,9 +130,12 @@ def _router_lines(args: Mapping[str, Any], training: TrainingConfig) -> Iterator
     kind, coefficient, z_loss = router_losses(args)
     now = (training.moe_router_load_balancing_type, training.moe_aux_loss_coeff)
     if (kind, coefficient) != now:
+        before, after = (
+            name if name == "none" else f"{name} x {weight}"
+            for name, weight in ((kind, coefficient), now)
+        )
         yield (
-            f"warning: --moe-router-load-balancing-type was {kind} x {coefficient} in Megatron-LM, "
-            f"and is {now[0]} x {now[1]}"
+            f"warning: --moe-router-load-balancing-type was {before} in Megatron-LM, and is {after}"
         )
     if z_loss != training.moe_z_loss_coeff:
         yield (

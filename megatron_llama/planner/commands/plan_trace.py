@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config
 from megatron_llama.engine.offload_options import NONE
+from megatron_llama.engine.options import MUON
 from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.planner.configs import PlanConfig
@@ -51,6 +52,9 @@ def _config(parsed: Parsed) -> Config:
     if offload != NONE:
         name = "--optimizer-offload"
         wrong.append(describe(name, got=offload, expected=NONE, do="leave it out"))
+    if config.optimizer.optimizer == MUON:
+        expected = "adam: messages with parts of matrices are not traced"
+        wrong.append(describe("--optimizer", got=MUON, expected=expected, do="leave it out"))
     if training.compile:
         do = "leave it out: operators are traced as they are written"
         wrong.append(describe("--compile", got="yes", expected="no compiler", do=do))

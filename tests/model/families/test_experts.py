@@ -138,7 +138,6 @@ ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
         ({**EP2, "data_parallel_shard_size": 1}, "--expert-model-parallel-size: got 2 with --data-parallel-shard-size 1, expected a multiple of 2"),
         ({**EP2, "expert_tensor_parallel_size": 2}, "expected 1"),
         ({**EP2, **ALLTOALL, "compile": True}, "--num-experts: got 6 with --compile and --moe-token-dispatcher-type alltoall, expected allgather"),
-        ({**EP2, **ALLTOALL, "cuda_graph_scope": "block"}, "got 2 with --moe-token-dispatcher-type alltoall and --cuda-graph-scope block, expected none"),
         ({**EP2, "model_type": "llama", **dict.fromkeys(GIVEN)}, "--expert-model-parallel-size: got 2, expected 1 for a model without experts"),
     ],
 )

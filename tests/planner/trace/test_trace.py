@@ -171,6 +171,7 @@ def test_a_trace_is_written_and_read(capsys: pytest.CaptureFixture[str], tmp_pat
     assert trace.stages[1].groups["tp"] == (4, 5) and trace.stages[1].layers == ((2, 2),)
     assert "pp rank 1: layers 2-3 with the head" in text and "tp           all_reduce" in text
     assert Trace.from_json(trace.to_json()) == trace
+    assert main([*words.split(), "--optimizer", "muon"]) == 2 and "--optimizer: got muon, expected adam" in capsys.readouterr().err
     for broken in ("", "{}", json.dumps({"format": 0}), '{"format": 1}'):
         with pytest.raises(ConfigError, match="what plan trace --json wrote"):
             Trace.from_json(broken)

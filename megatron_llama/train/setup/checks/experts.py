@@ -55,13 +55,7 @@ def division_problems(config: Config, dp: int) -> Iterator[str]:
             do=f"choose {nearest_divisors(dp, ep)}, or start processes for a multiple of {ep} "
             "data-parallel ranks",
         )
-    graphs = config.training.cuda_graph_scope
     excluded = (
-        (
-            parallel.exchanges_tokens and graphs != "none",
-            f"--moe-token-dispatcher-type alltoall and --cuda-graph-scope {graphs}",
-            "none of it: the host waits for the numbers of tokens, which no graph captures",
-        ),
         (
             parallel.exchanges_tokens and config.training.fp8 == "tensorwise",
             "--moe-token-dispatcher-type alltoall and --fp8 tensorwise",
