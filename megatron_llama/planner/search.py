@@ -217,13 +217,22 @@ def _divisions(config: Config, dp: int, pinned: Mapping[str, Any]) -> Iterator[t
     from megatron_llama.train.setup.checks.experts import division_problems, expert_problems
 
     # What forbids experts on one tensor-parallel rank too is for the user to change.
-    if parallel.tensor_model_parallel_size > 1 and any(expert_problems(config)):
+    anyway = len([*expert_problems(config)])
+    if parallel.tensor_model_parallel_size > 1 and anyway:
         return
     for ep in sizes:
-        divided = replace(config, parallel=replace(parallel, expert_model_parallel_size=ep))
         every = DISPATCHERS if ep > 1 else DISPATCHERS[:1]
-        if ep == 1 or not any(division_problems(divided, dp)):
-            yield from ((ep, way) for way in _pinned_or(pinned, "moe_token_dispatcher_type", every))
+        for way in _pinned_or(pinned, "moe_token_dispatcher_type", every):
+            divided = replace(
+                config,
+                parallel=replace(
+                    parallel, expert_model_parallel_size=ep, moe_token_dispatcher_type=way
+                ),
+            )
+            if ep == 1 or not (
+                any(division_problems(divided, dp)) or len([*expert_problems(divided)]) > anyway
+            ):
+                yield ep, way
 
 
 Shape = tuple[int, int, int, Any, int, int]
