@@ -26,6 +26,7 @@ _CHECKPOINTS = "--save, --save-interval and --save-retain"
 _EVALUATION = "--eval-interval and --eval-iters"
 _BAD_STEP = "--on-bad-step and --loss-spike-factor"
 _BOARD = "--tensorboard-dir"
+_ROUTER_LOSS = "--moe-router-load-balancing-type hf_aux_loss with --moe-aux-loss-coeff"
 _PAIR_LENGTH = "--seq-length, which holds both halves of a pair"
 
 INSTEAD: Mapping[str, str] = MappingProxyType(
@@ -186,8 +187,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "truncation_mode": "--on-long-sample truncate, which keeps the beginning",
         "max_prompt_length": _PAIR_LENGTH,
         "max_completion_length": _PAIR_LENGTH,
-        "router_aux_loss_coef": "--moe-router-load-balancing-type hf_aux_loss with "
-        "--moe-aux-loss-coeff",
+        "output_router_logits": _ROUTER_LOSS,
+        "router_aux_loss_coef": _ROUTER_LOSS,
         "generate_during_eval": "--sample-interval and --sample-prompt",
         "activation_offloading": f"{_RECOMPUTE} selective or full",
     }

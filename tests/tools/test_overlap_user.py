@@ -19,9 +19,10 @@ from tools.overlap.waits import Clock
 MIB = 2**20
 
 
-def test_it_trains_the_model_that_ours_trains() -> None:
+@pytest.mark.parametrize("experts", [0, 4])
+def test_it_trains_the_model_that_ours_trains(experts: int) -> None:
     """Loss and gradients of every weight: fused weights of ours are the parts of Hugging Face's, one below the other."""
-    config = configuration(MODES[0], 4)
+    config = configuration(MODES[0], 4, experts)
     ours, user = Model(config, Clock()), UserModel(config, Clock())
     batch = batch_of(0, 0)
     losses = []
@@ -32,7 +33,8 @@ def test_it_trains_the_model_that_ours_trains() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     norms = [torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item() for model in (ours, user)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    assert sum(p.numel() for p in user.parameters()) == sum(p.numel() for p in ours.parameters()) == parameters()
+    routers = BLOCKS * experts * 256
+    assert sum(p.numel() for p in user.parameters()) == sum(p.numel() for p in ours.parameters()) == parameters() + routers
     assert len(user.groups) == len(ours.groups) == BLOCKS + 2
 
 
@@ -41,7 +43,7 @@ def test_experts_share_out_the_width() -> None:
     clock = Clock()
     waited = []
     clock.wait_backward = lambda: waited.append("backward")  # type: ignore[method-assign]
-    user = UserModel(configuration(MODES[0], 4), clock, experts=4)
+    user = UserModel(configuration(MODES[0], 4, experts=4), clock)
     batch = batch_of(0, 0)
     user(batch.tokens, batch.labels).backward()
     assert sum(p.numel() for p in user.parameters()) == parameters() + BLOCKS * 4 * 256

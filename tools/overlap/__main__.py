@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, a
 
 from tools.overlap.against import PREFIX
 from tools.overlap.catalogue import (
+    EXPERT_NAMES,
     EXPERTS_PER_TOKEN,
     HF,
     HF_NAMES,
@@ -31,7 +32,7 @@ from tools.overlap.hosts import Delay, Hosts, RigError
 from tools.overlap.job import Job, bits_per_second
 from tools.overlap.tensor import Job as TensorJob
 
-KNOWN = NAMES + HF_NAMES
+KNOWN = NAMES + HF_NAMES + EXPERT_NAMES
 OURS = frozenset(mode.name for mode in MODES)
 DESCRIPTION = f"""Data-parallel training on an emulated cluster: how long a step takes beyond its
 computation, and what it sends.
@@ -39,7 +40,8 @@ computation, and what it sends.
 Hosts are network namespaces of this machine; block compute is a timed wait. All contenders take
 turns in one run: in each round, in random order, {STEPS} training steps of each.
 Contenders: {", ".join(NAMES)}.
-With transformers: {", ".join(HF_NAMES)}."""
+With transformers: {", ".join(HF_NAMES)}.
+With --experts: {", ".join(EXPERT_NAMES)}, whose hosts divide the experts among them."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -74,8 +76,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         type=int,
         default=0,
         metavar="N",
-        help="the user's module is Hugging Face's Mixtral: each block has N experts, of which a "
-        f"token has {EXPERTS_PER_TOKEN}, of an N-th of the width: " + ",".join(MIXTURE),
+        help="the user's module is Hugging Face's Mixtral, and our own model is one: each block "
+        f"has N experts, of which a token has {EXPERTS_PER_TOKEN}, of an N-th of the width: "
+        + ",".join(MIXTURE),
     )
     parser.add_argument(
         "--tensor",
@@ -138,8 +141,13 @@ def _complete(options: argparse.Namespace) -> None:
                 f"--experts is at least {EXPERTS_PER_TOKEN}, and divides the width "
                 f"{model().intermediate_size} of an MLP"
             )
-        if own := [name for name in chosen if not name.startswith(HF)]:
-            raise ValueError(f"--experts is for the user's module: not for {', '.join(own)}")
+        if options.experts % options.hosts and set(EXPERT_NAMES) & {*chosen}:
+            raise ValueError(
+                f"--experts {options.experts}: {options.hosts} hosts cannot divide them; give a "
+                f"multiple, or --modes without {', '.join(EXPERT_NAMES)}"
+            )
+    elif divided := [name for name in chosen if name in EXPERT_NAMES]:
+        raise ValueError(f"--modes {', '.join(divided)}: needs --experts")
     names = tuple(dict.fromkeys((*map(baseline, chosen), *chosen)))
     if options.against is not None:
         options.against = options.against.absolute()
@@ -203,7 +211,7 @@ def words(options: argparse.Namespace) -> tuple[str, ...]:
     if options.stall is not None:
         found.append(f"stalls of {options.stall[0] * 1e3:g} ms every {options.stall[1] * 1e3:g} ms")
     if options.experts:
-        found.append(f"the user's module with {options.experts} experts")
+        found.append(f"{options.experts} experts in a block")
     if options.latency or options.jitter:
         found.append(f"latency {options.latency:g} ms, jitter {options.jitter:g} ms")
     return tuple(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_llama.config.schema import (
@@ -39,6 +39,8 @@ class Mode:
     bf16: bool = False
     param_slots: str = "default"
     optimizer: Literal["adam", "muon"] = "adam"
+    divides: bool = False
+    """Whether all hosts divide the experts of a block among them."""
 
 
 MODES = (
@@ -51,6 +53,8 @@ MODES = (
     Mode("optim_grads_params-3", "optim_grads_params", param_slots="3"),
     Mode("optim-muon", "optim", optimizer="muon"),
 )
+EXPERT_MODES = (Mode("optim-ep", "optim", divides=True),)
+"""Ways to run our own model with experts, besides those of ``MODES``."""
 COMPUTE = "compute"
 """The same model and waits without communication: what every time is divided by."""
 PEERS = ("serial", "ddp", "ddp-zero", "fsdp2", "fsdp2-reshard")
@@ -63,6 +67,7 @@ HF_MODES = tuple(
     for name in ("optim", "no_shard", "optim_grads", "optim_grads_params", "optim_grads_params-3")
 )
 NAMES = (COMPUTE, *PEERS, *(mode.name for mode in MODES))
+EXPERT_NAMES = tuple(mode.name for mode in EXPERT_MODES)
 HF_NAMES = (HF + COMPUTE, *HF_PEERS, *HF_MODES)
 USER = (
     COMPUTE,
@@ -74,14 +79,24 @@ USER = (
     HF + "optim_grads_params-3",
 )
 """What ``--user-module`` compares."""
-MIXTURE = (HF + COMPUTE, *HF_PEERS, HF + "optim", HF + "optim_grads", HF + "optim_grads_params-3")
+MIXTURE = (
+    COMPUTE,
+    "optim",
+    *EXPERT_NAMES,
+    HF + COMPUTE,
+    *HF_PEERS,
+    HF + "optim",
+    HF + "optim_grads",
+    HF + "optim_grads_params-3",
+)
 """What ``--experts`` compares."""
 EXPERTS_PER_TOKEN = 2
 
 
 def mode_named(name: str) -> Mode | None:
     """The mode of the engine with this name, whichever model it trains; None for a peer."""
-    return next((mode for mode in MODES if mode.name == name.removeprefix(HF)), None)
+    known = MODES + EXPERT_MODES
+    return next((mode for mode in known if mode.name == name.removeprefix(HF)), None)
 
 
 def baseline(name: str) -> str:
@@ -89,9 +104,9 @@ def baseline(name: str) -> str:
     return HF + COMPUTE if name.startswith(HF) else COMPUTE
 
 
-def model() -> ModelConfig:
-    """5.27 million parameters."""
-    return ModelConfig(
+def model(experts: int = 0) -> ModelConfig:
+    """5.27 million parameters, and routers of ``experts``, which share out the width of an MLP."""
+    dense = ModelConfig(
         vocab_size=1024,
         hidden_size=256,
         intermediate_size=688,
@@ -101,17 +116,30 @@ def model() -> ModelConfig:
         head_dim=64,
         max_position_embeddings=SEQUENCE,
     )
+    if not experts:
+        return dense
+    inner = dense.intermediate_size // experts
+    return replace(
+        dense,
+        model_type="mixtral",
+        intermediate_size=inner,
+        moe_intermediate_size=inner,
+        num_experts=experts,
+        num_experts_per_tok=EXPERTS_PER_TOKEN,
+        norm_topk_prob=True,
+    )
 
 
-def configuration(mode: Mode, hosts: int) -> Config:
+def configuration(mode: Mode, hosts: int, experts: int = 0) -> Config:
     """A resolved configuration."""
     return Config(
-        model=model(),
+        model=model(experts),
         parallel=ParallelConfig(
             data_parallel_sharding_strategy=mode.strategy,  # type: ignore[arg-type]
             reduce_bucket_size=BUCKET_ELEMENTS,
             grad_reduce_in_bf16=mode.bf16,
             param_slots=mode.param_slots,
+            expert_model_parallel_size=hosts if mode.divides else 1,
         ),
         training=TrainingConfig(
             seq_length=SEQUENCE,

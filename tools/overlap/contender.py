@@ -55,7 +55,7 @@ class Setting:
     hf: bool = False
     """Whether the module that is wrapped is Hugging Face's instead of ours."""
     experts: int = 0
-    """Experts of a block of that module; 0: it has an MLP."""
+    """Experts of a block; 0: it has an MLP."""
 
 
 class Head(nn.Module):
@@ -120,7 +120,7 @@ def wrapped(setting: Setting, config: Config) -> Model | UserModel:
         return Model(config, setting.clock)
     from tools.overlap.user import UserModel  # transformers are needed for these contenders only
 
-    return UserModel(config, setting.clock, setting.experts)
+    return UserModel(config, setting.clock)
 
 
 def decayed(tensors: Iterable[tuple[Tensor, bool]], config: Config) -> list[dict[str, object]]:

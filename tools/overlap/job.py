@@ -21,7 +21,7 @@ class Job:
     against: str | None = None
     """The other checkout, absolute."""
     experts: int = 0
-    """Experts of a block of the user's module; 0: it has an MLP."""
+    """Experts of a block; 0: it has an MLP."""
 
     def dump(self) -> str:
         """As one command-line argument."""

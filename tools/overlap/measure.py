@@ -29,6 +29,7 @@ from tools.overlap import report
 from tools.overlap.against import PREFIX, Against
 from tools.overlap.catalogue import (
     COMPUTE,
+    EXPERT_MODES,
     HF,
     HF_MODES,
     MODES,
@@ -95,7 +96,7 @@ def builders(against: str | None) -> dict[str, Callable[[Setting], Contender]]:
         "fsdp2": fsdp2,
         "fsdp2-reshard": fsdp2,
     }
-    makers = {**peers, **{mode.name: ours for mode in MODES}}
+    makers = {**peers, **{mode.name: ours for mode in MODES + EXPERT_MODES}}
     makers |= {PREFIX + mode.name: other for mode in MODES}
     makers |= {HF + name: partial(hf, peers[name]) for name in peers}
     makers |= {name: partial(hf, sharded) for name in HF_MODES}

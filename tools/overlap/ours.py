@@ -23,7 +23,7 @@ class Ours:
 
     def __init__(self, mode: Mode, setting: Setting) -> None:
         self._hosts = setting.hosts
-        self._config = config = configuration(mode, setting.hosts)
+        self._config = config = configuration(mode, setting.hosts, setting.experts)
         self._mesh = build_mesh(
             config, rank=setting.rank, world_size=setting.hosts, device=torch.device("cpu")
         )

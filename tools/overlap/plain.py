@@ -19,7 +19,7 @@ ALIGN = 64
 def sharding(setting: Setting) -> Config:
     """What peers take from our configuration: the shape of the model, the optimizer, and axes with
     communicators."""
-    return configuration(MODES[0], setting.hosts)
+    return configuration(MODES[0], setting.hosts, setting.experts)
 
 
 class Shards:

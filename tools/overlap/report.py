@@ -12,6 +12,7 @@ from tools.overlap.against import PREFIX
 from tools.overlap.bound import FRAME_FACTOR, link_seconds, plan_of, step_seconds
 from tools.overlap.catalogue import (
     COMPUTE,
+    EXPERT_MODES,
     HF,
     HF_MODES,
     HF_PEERS,
@@ -61,7 +62,9 @@ def row(job: Job, name: str, samples: Samples) -> dict[str, Any]:
         "bytes_ratio": statistics.median(one.nic_bytes for one in own) / least,
         "payload_ratio": statistics.median(payloads) / least if payloads else None,
         "planned_ratio": planned,
-        "strategy_ratio": None if mode is None else strategy_minimum(mode, job.hosts) / least,
+        "strategy_ratio": None
+        if mode is None or mode.divides
+        else strategy_minimum(mode, job.hosts) / least,
         "bound": bound,
         "milliseconds": statistics.median(one.seconds for one in own) * 1e3,
         "cpu_milliseconds": statistics.median(one.cpu_seconds for one in own) * 1e3,
@@ -80,12 +83,12 @@ def quartiles_of(values: Sequence[float]) -> tuple[float, float]:
 
 
 def bound_of(job: Job, name: str, compute: float) -> tuple[float | None, float | None]:
-    """(bound, planned bytes over the minimum) of a mode of our own model; None for others: a user's
-    module is waited for unit by unit, not half a block at a time. ``compute``:
+    """(bound, planned bytes over the minimum) of a mode of our own dense model; None for others: a
+    user's module is waited for unit by unit, not half a block at a time. ``compute``:
     measured seconds of a step without communication; beside the waits it holds some real work of
     the host, which the bound spreads over the half blocks."""
     mode = mode_named(name)
-    if mode is None or name.startswith(HF):
+    if mode is None or name.startswith(HF) or job.experts:
         return None, None
     plan = plan_of(
         configuration(mode, job.hosts),
@@ -148,10 +151,12 @@ def _number(value: float | None) -> str:
 def pairs(samples: Samples) -> list[str]:
     """Ours over each peer with the same model, the user's model over our own, and ours over itself
     at another checkout: medians of the ratios within rounds, with quartiles."""
-    ours = [mode.name for mode in MODES if mode.name in samples]
+    ours = [mode.name for mode in MODES + EXPERT_MODES if mode.name in samples]
     users = [name for name in HF_MODES if name in samples]
     lines = _against_peers(ours, [name for name in PEERS if name in samples], samples)
     lines += _against_peers(users, [name for name in HF_PEERS if name in samples], samples)
+    if any(mode.name in samples for mode in EXPERT_MODES):
+        lines += _against_peers(ours, [name for name in HF_PEERS if name in samples], samples)
     both = [name for name in users if name.removeprefix(HF) in samples]
     if both:
         lines += [

@@ -18,9 +18,9 @@ class Sharded:
 
     def __init__(self, mode: Mode, setting: Setting) -> None:
         self._hosts = setting.hosts
-        config = configuration(mode, setting.hosts)
+        config = configuration(mode, setting.hosts, setting.experts)
         o = config.optimizer
-        self._model = UserModel(config, setting.clock, setting.experts)
+        self._model = UserModel(config, setting.clock)
         self._engine = ml.shard(
             self._model.lm,
             units=[LlamaDecoderLayer, MixtralDecoderLayer],
