@@ -1,7 +1,7 @@
 """Compile every kernel for a GPU that is not here, through the functions that launch it, at the sizes of models from 7B to 405B.
 
 Prints one JSON object: for each kernel and size of model, the most registers and bytes of stack of a thread, as NVIDIA's own tool reads
-them from the machine code, and how often its PTX says ``.f64``. Nothing runs: tensors are the host's, and launching ends when the code is there."""
+them from the machine code, how many instructions multiply and add with one rounding, and how often its PTX says ``.f64``. Nothing runs: tensors are the host's, and launching ends when the code is there."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from megatron_llama.engine.rules.adamw_kernel import adamw
 from megatron_llama.engine.rules.moments import InBytes, Tables
 from megatron_llama.engine.squares_kernel import squares
 from megatron_llama.model.nn.fp8 import kernels as fp8
-from megatron_llama.model.nn.kernels import experts, scaled_experts
+from megatron_llama.model.nn.kernels import experts, rows, scaled_experts
 from megatron_llama.model.nn.kernels.cross_entropy import cross_entropy
-from megatron_llama.model.nn.kernels.gate import geglu, geglu_backward, swiglu, swiglu_backward
+from megatron_llama.model.nn.kernels.gate import geglu, geglu_backward, of_rows, swiglu, swiglu_backward
 from megatron_llama.model.nn.kernels.head_norm import norm_heads, norm_heads_backward
 from megatron_llama.model.nn.kernels.norm import add_norm, norm_backward
 from megatron_llama.model.nn.kernels.rotary import rotate, rotate_back
+from megatron_llama.model.nn.ops import Gate
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -65,14 +66,15 @@ class Compiler:
 
 @cache  # many sizes of model have the same code
 def usage(cubin: bytes) -> dict[str, int]:
-    """Registers and bytes of stack of a thread, and how many instructions read a register that nothing was written to: the assembler names
-    the stack's, R1, which a kernel without a stack has no use for."""
+    """Registers and bytes of stack of a thread, how many instructions multiply and add at once, and how many read a register that nothing
+    was written to: the assembler names the stack's, R1, which a kernel without a stack has no use for."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         found = {name.lower(): int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", read("-res-usage", file.name))}
-        reading = re.findall(r"^\s+/\*[0-9a-f]+\*/.*\bR1\b.*;", read("-sass", file.name), re.MULTILINE)
-    return found | {"unwritten": sum("LDC R1," not in line for line in reading)}
+        code = read("-sass", file.name)
+    reading = re.findall(r"^\s+/\*[0-9a-f]+\*/.*\bR1\b.*;", code, re.MULTILINE)
+    return found | {"fused": len(re.findall(r"\bFFMA", code)), "unwritten": sum("LDC R1," not in line for line in reading)}
 
 
 def read(option: str, path: str) -> str:
@@ -99,6 +101,9 @@ def launch_all(dtype: torch.dtype, hidden: int, inner: int, vocabulary: int) -> 
     for forward, backward in ((swiglu, swiglu_backward), (geglu, geglu_backward)):
         forward(gate_up)
         backward(gate_up[..., :inner], gate_up)
+        of_rows(Gate(forward, backward), torch.empty(1, dtype=torch.int32)).forward(gate_up)
+        of_rows(Gate(forward, backward), torch.empty(1, dtype=torch.int32)).backward(gate_up[..., :inner], gate_up)
+    move_rows(dtype, hidden, inner)
     # Weights of all experts of a large model are too many for a host.
     narrow, of_experts = torch.empty(4, inner // 16, dtype=dtype), torch.empty(2, inner // 16, hidden // 4, dtype=dtype)
     ends = torch.empty(2, dtype=torch.int32)
@@ -132,6 +137,18 @@ def launch_all(dtype: torch.dtype, hidden: int, inner: int, vocabulary: int) -> 
     step = dict.fromkeys(("share", "rate", "forgets", "correction", "scale", "skip"), number)
     schedule_free_kernel.update(shard, shard, shard, shard, shard if copy is None else copy, **step, beta1=0.9, decay=0.1, eps=1e-8)
     schedule_free_kernel.show(shard, shard, shard if copy is None else copy, beta1=0.9)
+
+
+def move_rows(dtype: torch.dtype, hidden: int, inner: int) -> None:
+    """Rows of experts, all in use or not."""
+    order, table, end = torch.empty(6, dtype=torch.int64), torch.empty(3, 2), torch.empty(1, dtype=torch.int32)
+    values = torch.empty(6, inner, dtype=dtype)
+    for used, elsewhere in ((None, None), (end, torch.empty(3, 2, dtype=torch.bool))):
+        for weights in (None, table):
+            rows.gather(torch.empty(3, hidden, dtype=dtype), weights, order, 2, used)
+            rows.sum_rows(torch.empty(6, hidden, dtype=dtype), weights, order, elsewhere, 2)
+        rows.weigh(values, table, order, used, values)
+        rows.dots(values, values, order, used, table)
 
 
 def main(capability: int) -> None:

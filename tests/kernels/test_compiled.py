@@ -43,4 +43,6 @@ def test_all_kernels_compile_without_spilling_or_fp64() -> None:
     assert {name.split()[0] for name in found} == kernels()
     assert [name for name, used in found.items() if used["stack"] > 0 or used["reg"] > 128] == []
     assert [name for name, used in found.items() if used["unwritten"]] == []
+    # Weighted rows are rounded before they are added, as by torch's operators.
+    assert [name for name, used in found.items() if used["fused"] and name.startswith("rows._sum ")] == []
     assert {name.split()[0] for name, used in found.items() if used["f64"]} == {"adamw_kernel._count_step"}

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_llama.model.nn.ops import Gate
+
 BLOCK = 1024
 SLOPE = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
 CUBE = tl.constexpr(0.044715)
@@ -20,10 +22,14 @@ CUBE = tl.constexpr(0.044715)
 
 
 @triton.jit
-def _forward(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _forward(
+    gate_up, out, end, width, GELU: tl.constexpr, HAS_END: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
+    if HAS_END:
+        inside = inside & (row < tl.load(end))
     start = gate_up + row * 2 * width + columns
     gate = tl.load(start, mask=inside, other=0.0)
     up = tl.load(start + width, mask=inside, other=0.0).to(tl.float32)
@@ -35,10 +41,21 @@ def _forward(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(grad, gate_up, result, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _backward(
+    grad,
+    gate_up,
+    result,
+    end,
+    width,
+    GELU: tl.constexpr,
+    HAS_END: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
+    if HAS_END:
+        inside = inside & (row < tl.load(end))
     start = row * 2 * width + columns
     gate = tl.load(gate_up + start, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + start + width, mask=inside, other=0.0).to(tl.float32)
@@ -57,39 +74,57 @@ def _backward(grad, gate_up, result, width, GELU: tl.constexpr, BLOCK: tl.conste
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up, [..., f], of [..., 2f]."""
-    return _gated(gate_up, gelu=False)
+    return _gated(gate_up, None, gelu=False)
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Return the gradient of [..., 2f] from that of [..., f]."""
-    return _gradient(grad, gate_up, gelu=False)
+    return _gradient(grad, gate_up, None, gelu=False)
 
 
 def geglu(gate_up: Tensor) -> Tensor:
     """Return gelu(gate) * up, [..., f], of [..., 2f], with the approximation of gelu by tanh."""
-    return _gated(gate_up, gelu=True)
+    return _gated(gate_up, None, gelu=True)
 
 
 def geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Return the gradient of [..., 2f] from that of [..., f]."""
-    return _gradient(grad, gate_up, gelu=True)
+    return _gradient(grad, gate_up, None, gelu=True)
 
 
-def _gated(gate_up: Tensor, *, gelu: bool) -> Tensor:
+def of_rows(gate: Gate, end: Tensor) -> Gate:
+    """Return the gate for rows [n, 2f] of which those from ``end`` [1] on are neither read nor
+    written, if it is one of these kernels; any other as it is."""
+    if gate.forward not in (swiglu, geglu):
+        return gate
+    gelu = gate.forward is geglu
+
+    def forward(gate_up: Tensor) -> Tensor:
+        return _gated(gate_up, end, gelu=gelu)
+
+    def backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+        return _gradient(grad, gate_up, end, gelu=gelu)
+
+    return Gate(forward, backward)
+
+
+def _gated(gate_up: Tensor, end: Tensor | None, *, gelu: bool) -> Tensor:
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
     if out.numel():
-        _forward[_grid(out)](gate_up, out, width, GELU=gelu, BLOCK=BLOCK)
+        has_end = end is not None
+        _forward[_grid(out)](gate_up, out, end, width, GELU=gelu, HAS_END=has_end, BLOCK=BLOCK)
     return out
 
 
-def _gradient(grad: Tensor, gate_up: Tensor, *, gelu: bool) -> Tensor:
+def _gradient(grad: Tensor, gate_up: Tensor, end: Tensor | None, *, gelu: bool) -> Tensor:
     grad = grad.contiguous()
     gate_up = gate_up.contiguous()
     result = torch.empty_like(gate_up)
     if grad.numel():
-        _backward[_grid(grad)](grad, gate_up, result, grad.shape[-1], GELU=gelu, BLOCK=BLOCK)
+        sizes = {"GELU": gelu, "HAS_END": end is not None, "BLOCK": BLOCK}
+        _backward[_grid(grad)](grad, gate_up, result, end, grad.shape[-1], **sizes)
     return result
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.engine.param_handle import ParamHandle, wait_unsharded
-from megatron_llama.engine.tensors import at_least_fp32, rows
+from megatron_llama.engine.tensors import rows
 from megatron_llama.model.nn.moe import rows as grouped
 from megatron_llama.model.nn.moe.routing import Routing
 from megatron_llama.model.nn.moe.rows import (
@@ -55,12 +55,10 @@ class _ExpertMLP(torch.autograd.Function):
         count = len(down) // tokens.shape[1]
         groups = sorted_rows(experts, count, x.dtype, most=most)
         first_read = wait_unsharded(gate_up)
-        inputs = groups.gather(tokens)
-        if on_input:
-            inputs = (inputs * groups.of_rows(weights)).to(x.dtype)
+        inputs = groups.gather(tokens, weights if on_input else None)
         both = products.linear(inputs, gate_up, groups)
         second_read = wait_unsharded(down)
-        out = products.linear(gate.forward(both), down, groups)
+        out = products.linear(groups.gate(gate).forward(both), down, groups)
 
         # Only the gradient of the first weight, the repeated product, and the gradients of weights
         # of inputs read the input.
@@ -88,7 +86,7 @@ class _ExpertMLP(torch.autograd.Function):
         # Detached: a weight gradient that is postponed must not keep the graph below its input.
         sources = [source.detach() for source in kept]
         make_input = ctx.make_input
-        row_weights = groups.of_rows(weights)
+        gate = groups.gate(ctx.gate)
         on_input = ctx.on_input
         made: Tensor | None = None
         if both is None:
@@ -99,20 +97,18 @@ class _ExpertMLP(torch.autograd.Function):
                 # One message for all. Without messages making it again takes less memory.
                 made = make_input(*sources)
 
-        def plain_rows() -> Tensor:
+        def gathered(weights: Tensor | None) -> Tensor:
             if made is not None:
-                return groups.gather(made)
-            return groups.gather(rows(sources[0] if make_input is None else make_input(*sources)))
+                return groups.gather(made, weights)
+            tokens = sources[0] if make_input is None else make_input(*sources)
+            return groups.gather(rows(tokens), weights)
 
-        def weighted_rows() -> Tensor:
-            plain = plain_rows()
-            return (plain * groups.of_rows(weights)).to(plain.dtype)
-
-        input_rows = weighted_rows if on_input else plain_rows
+        def input_rows() -> Tensor:
+            return gathered(weights if on_input else None)
 
         if both is None:
             both = ctx.products.linear(input_rows(), gate_up, groups)
-        active = ctx.gate.forward(both)
+        active = gate.forward(both)
         out_grad = rows(grad)
         grad_rows = groups.gather(out_grad)
 
@@ -124,10 +120,9 @@ class _ExpertMLP(torch.autograd.Function):
             active_grad = ctx.products.linear_backward(grad_rows, down, groups)
         if needs_weights and not on_input:
             assert active_grad is not None
-            products = active_grad.to(at_least_fp32(grad.dtype)) * active
-            weights_grad = groups.sums_of(products, weights)
+            weights_grad = groups.dots(active_grad, active, weights)
         if needs_down:
-            weighted = active if on_input else (active * row_weights).to(grad.dtype)
+            weighted = active if on_input else groups.weighted(active, weights)
             down_grad = _weight_gradient(
                 down,
                 second_read.handle,
@@ -138,14 +133,13 @@ class _ExpertMLP(torch.autograd.Function):
         if needs_x or needs_gate_up or (on_input and needs_weights):
             assert active_grad is not None
             if not on_input:
-                active_grad.mul_(row_weights)
-            both_grad = ctx.gate.backward(active_grad, both)
+                groups.weigh(active_grad, weights)
+            both_grad = gate.backward(active_grad, both)
             if needs_x or (on_input and needs_weights):
                 first_read.check()
                 input_grad = ctx.products.linear_backward(both_grad, gate_up, groups)
                 if on_input and needs_weights:
-                    products = input_grad.to(at_least_fp32(grad.dtype)) * plain_rows()
-                    weights_grad = groups.sums_of(products, weights)
+                    weights_grad = groups.dots(input_grad, gathered(None), weights)
                 x_grad = groups.sum(input_grad, weights if on_input else None).view(grad.shape)
             if needs_gate_up:
                 gate_up_grad = _weight_gradient(

@@ -4,8 +4,8 @@ expert's rows with its weight.
 A token that goes to k experts has k rows, so there are as many rows as tokens times k whatever is
 chosen: shapes are known before. On a host the numbers of each expert's rows are integers, and each
 expert's product is one of ``engine/host_gemm.py``. On a device they stay there: Triton's kernels
-(``kernels/experts.py``) and torch's grouped product read them, the host waits for nothing, and a
-graph can capture it.
+(``kernels/experts.py``, ``kernels/rows.py``) and torch's grouped product read them, the host waits
+for nothing, and a graph can capture it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.kernels import runs_kernels
 from megatron_llama.engine.param_handle import accumulate_product
 from megatron_llama.engine.tensors import at_least_fp32
+from megatron_llama.model.nn.ops import Gate
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,49 @@ class TokenRows:
     elsewhere: Tensor | None
     """[t, k] bool: the places of the table that have no row. None: all have one."""
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Return the rows [n, h] of tokens x [t, h]."""
-        return x.index_select(0, self.order // self.per_token)
+    @property
+    def end(self) -> Tensor | None:
+        """[1] int32: the end of the rows that hold something. None: all do."""
+        return None
+
+    def gather(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return the rows [n, h] of tokens x [t, h], times the weights [t, k] of their places if
+        there are any."""
+        if waits_for_nothing(x, x.dtype):
+            from megatron_llama.model.nn.kernels import rows as kernels  # where Triton is
+
+            return kernels.gather(x, weights, self.order, self.per_token, self.end)
+        gathered = x.index_select(0, self.order // self.per_token)
+        return gathered if weights is None else (gathered * self._of_rows(weights)).to(x.dtype)
+
+    def weighted(self, values: Tensor, weights: Tensor) -> Tensor:
+        """Return the rows [n, d], each times the weight of its place, of weights [t, k]."""
+        if waits_for_nothing(values, values.dtype):
+            from megatron_llama.model.nn.kernels import rows as kernels  # where Triton is
+
+            out = torch.empty_like(values, memory_format=torch.contiguous_format)
+            kernels.weigh(values.contiguous(), weights, self.order, self.end, out)
+            return out
+        return (values * self._of_rows(weights)).to(values.dtype)
+
+    def weigh(self, values: Tensor, weights: Tensor) -> None:
+        """Multiply rows [n, d] in place, each by the weight of its place, of weights
+        [t, k]."""
+        if waits_for_nothing(values, values.dtype):
+            from megatron_llama.model.nn.kernels import rows as kernels  # where Triton is
+
+            kernels.weigh(values, weights, self.order, self.end, values)
+        else:
+            values.mul_(self._of_rows(weights))
 
     def sum(self, values: Tensor, weights: Tensor | None) -> Tensor:
         """Sum the rows [n, h] of each token, times its weights [t, k] if there are any, at
         least in fp32 and in the order of the table: [t, h] in the dtype of the rows."""
+        if waits_for_nothing(values, values.dtype):
+            from megatron_llama.model.nn.kernels import rows as kernels  # where Triton is
+
+            table = self.places(), self.elsewhere, self.per_token
+            return kernels.sum_rows(values, weights, *table)
         places = self.places().view(-1, self.per_token)
         total: Tensor | None = None
         for column in range(self.per_token):
@@ -57,15 +94,22 @@ class TokenRows:
         assert total is not None
         return total.to(values.dtype)
 
-    def of_rows(self, weights: Tensor) -> Tensor:
-        """Return the weight of each row, [n, 1], of weights [t, k]."""
-        return weights.flatten()[self.order].unsqueeze(-1)
+    def dots(self, left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
+        """Return the gradient of weights [t, k] that multiply rows: the scalar product of each row
+        of right [n, d] with that of left, the gradient of its multiple."""
+        if waits_for_nothing(left, left.dtype):
+            from megatron_llama.model.nn.kernels import rows as kernels  # where Triton is
 
-    def sums_of(self, products: Tensor, weights: Tensor) -> Tensor:
-        """Return the gradient of weights [t, k] that multiply rows, from products [n, d] of the
-        rows with the gradients of their multiples."""
+            grad = torch.zeros_like(weights, memory_format=torch.contiguous_format)
+            kernels.dots(left, right, self.order, self.end, grad)
+            return grad
+        products = left.to(at_least_fp32(left.dtype)) * right
         grad = products.sum(-1)[self.places()].view_as(weights).to(weights.dtype)
         return grad if self.elsewhere is None else grad.masked_fill_(self.elsewhere, 0.0)
+
+    def _of_rows(self, weights: Tensor) -> Tensor:
+        """Return the weight of each row, [n, 1], of weights [t, k]."""
+        return weights.flatten()[self.order].unsqueeze(-1)
 
     def places(self) -> Tensor:
         """Return the row of each place of the table, [t * k]; of places without a row any one."""
@@ -88,6 +132,19 @@ class ExpertRows(TokenRows):
     """[E] int32: the end of each expert's rows."""
     sizes: tuple[int, ...] | None
     """Numbers of each expert's rows, where the host has to know them."""
+
+    @property
+    def end(self) -> Tensor | None:
+        return None if self.elsewhere is None else self.ends[-1:]
+
+    def gate(self, gate: Gate) -> Gate:
+        """Return the gated activation of these rows: where it is a kernel, not of those behind the
+        last expert's."""
+        if self.end is None or self.sizes is not None:
+            return gate
+        from megatron_llama.model.nn.kernels import gate as kernels  # where Triton is
+
+        return kernels.of_rows(gate, self.end)
 
 
 def sorted_rows(
