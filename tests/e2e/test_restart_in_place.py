@@ -14,12 +14,16 @@ from pathlib import Path
 
 import pytest
 from megatron_llama import train
+from megatron_llama.config.megatron_names import MEGATRON
+from megatron_llama.config.parse import parse
 from megatron_llama.errors import ConfigError
 from megatron_llama.launch.keeper import OVER
+from megatron_llama.train.commands.common.restarts import plan_of
+from megatron_llama.train.commands.pretrain import SECTIONS
 from tools.restart_trials import training_process
 from torch.distributed import TCPStore
 
-from tests.e2e.product import DP2, ONE, Product, Refuse, assert_same_state, events, exact_curve, steps
+from tests.e2e.product import DP2, ONE, Product, Refuse, assert_same_state, events, exact_curve, steps, words
 from tests.e2e.test_launchers import address, end, family
 from tests.e2e.test_orphans import SOON, until_trained
 from tests.e2e.test_orphans import torchrun as real_torchrun
@@ -103,6 +107,18 @@ def test_a_lost_rank_leaves_a_smaller_dp(product: Product, tmp_path: Path) -> No
     product.launcher.run(product.command(save=unbroken, load="auto", **SMALL), 2).ok()
     assert exact_curve(folder) == exact_curve(unbroken)
     assert_same_state(folder / f"iter_{ITERS:07d}", unbroken / f"iter_{ITERS:07d}")
+
+
+@pytest.mark.parametrize("model", [{"model": "qwen3-30b-a3b"}, {"model_type": "mixtral", "num_layers": 2, "num_experts": 6}])
+def test_ranks_that_go_on_still_divide_the_experts(model: Mapping[str, object]) -> None:
+    """Also those of a preset, which only the run reads."""
+    options = {**model, "expert_model_parallel_size": 2, "micro_batch_size": 1, "global_batch_size": 24, "load": "auto", "save": "run", "max_restarts_in_place": 2}
+    plan, hybrid = (
+        plan_of(parse(words({**options, **more}), SECTIONS, aliases=MEGATRON)) for more in ({}, {"data_parallel_shard_size": 4})
+    )
+    assert plan is not None and hybrid is not None
+    assert [plan.fitting(present) for present in range(1, 9)] == [0, 2, 2, 4, 4, 6, 6, 8] and hybrid.fitting(7) == 4
+    assert plan.needs() == "at least 2 processes (tp 1 x cp 1 x pp 1 x ep 2)"
 
 
 @pytest.mark.long

@@ -129,7 +129,7 @@ ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
         ({**CHUNKS, "layer_types": ("full_attention",) * 4}, "full_attention, expected chunked_attention for some of them"),
         ({"model_type": "llama"}, "--num-experts: got 6, expected 0, as in the config.json of a LlamaForCausalLM"),
         ({**CHUNKS, "moe_z_loss_coeff": 0.01}, "--moe-z-loss-coeff: got 0.01, expected none of them: they are of the softmax of a router"),
-        ({"expert_model_parallel_size": 4}, "--expert-model-parallel-size: got 4, expected a divisor of num_experts 6"),
+        ({"expert_model_parallel_size": 4}, "--expert-model-parallel-size: got 4, expected a divisor of num_experts 6; choose 2"),
         ({"expert_model_parallel_size": 3}, "--expert-model-parallel-size: got 3, expected a divisor of the 2 data-parallel ranks"),
         (
             {**EP2, "moe_token_dispatcher_type": "alltoall", "fp8": "tensorwise", "bf16": True},

@@ -56,7 +56,7 @@ class RunPlan:
     def is_valid(self) -> bool:
         """Whether processes can meet by these options, and a layout has processes."""
         parallel = self.config.parallel
-        sizes = (self.group, self._unit, self.config.training.micro_batch_size)
+        sizes = (self.group, self._least, self.config.training.micro_batch_size)
         return min(sizes) > 0 and 0 < parallel.distributed_timeout_minutes < inf
 
     @property
@@ -75,6 +75,11 @@ class RunPlan:
         sizes = parallel.pipeline_model_parallel_size * parallel.context_parallel_size
         return self.group * sizes
 
+    @property
+    def _least(self) -> int:
+        """Processes of the smallest layout: of data-parallel ranks those that divide experts."""
+        return self._unit * self.config.parallel.expert_model_parallel_size
+
     def fitting(self, present: int) -> int:
         """Return how many of the processes can train: with the largest dp that divides the batch.
         0 if they are too few. Where a layout has problems with any dp, the run itself names
@@ -88,14 +93,17 @@ class RunPlan:
             ]
             if not problems:
                 return processes
-        return most * self._unit
+        return most * self._unit if present >= self._least else 0
 
     def needs(self) -> str:
         """Say how many processes are needed, and for what."""
         parallel = self.config.parallel
+        ep = parallel.expert_model_parallel_size
+        division = f" x ep {ep}" if ep > 1 else ""
         return (
-            f"at least {counted(self._unit, 'process', 'processes')} (tp {self.group} x cp "
-            f"{parallel.context_parallel_size} x pp {parallel.pipeline_model_parallel_size})"
+            f"at least {counted(self._least, 'process', 'processes')} (tp {self.group} x cp "
+            f"{parallel.context_parallel_size} x pp {parallel.pipeline_model_parallel_size}"
+            f"{division})"
         )
 
     def tell_restart(self, number: int, before: Roster, now: Roster) -> None:
@@ -133,6 +141,10 @@ def plan_of(parsed: Parsed) -> RunPlan | None:
     options do not allow that."""
     sections = get_type_hints(Config)
     config = Config(**{item.name: parsed.get(sections[item.name]) for item in fields(Config)})
+    ep = config.parallel.expert_model_parallel_size
+    if ep > 1 and not config.model.num_experts:
+        # A preset or a folder has them, which the run reads: it says if they cannot be divided.
+        config = replace(config, model=replace(config.model, num_experts=ep))
     plan = RunPlan(config)
     if plan.restarts <= 0 or is_layout_open(parsed) or [*restart_problems(config)]:
         return None

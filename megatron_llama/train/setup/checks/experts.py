@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config, ModelConfig
@@ -38,6 +39,7 @@ def division_problems(config: Config, dp: int) -> Iterator[str]:
     ep = parallel.expert_model_parallel_size
     name = flag("expert_model_parallel_size")
     experts = config.model.num_experts
+    common = gcd(experts, dp)
     if experts == 0:
         yield describe(name, got=ep, expected="1 for a model without experts", do="leave it out")
     elif experts % ep:
@@ -45,14 +47,14 @@ def division_problems(config: Config, dp: int) -> Iterator[str]:
             name,
             got=ep,
             expected=f"a divisor of num_experts {experts}",
-            do=f"choose {nearest_divisors(experts, ep)}",
+            do=f"choose {nearest_divisors(common, ep)}",
         )
     if dp and dp % ep:
         yield describe(
             name,
             got=ep,
             expected=f"a divisor of the {counted(dp, 'data-parallel rank')}",
-            do=f"choose {nearest_divisors(dp, ep)}, or start processes for a multiple of {ep} "
+            do=f"choose {nearest_divisors(common, ep)}, or start processes for a multiple of {ep} "
             "data-parallel ranks",
         )
     excluded = (
