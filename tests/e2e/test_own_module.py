@@ -33,7 +33,7 @@ def run(script: str | Path, *arguments: object, folder: Path, processes: int = 2
         ranks.append(
             subprocess.Popen(command, env=environ | place(rank), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
-    outs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    outs = [rank.communicate(timeout=900)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * processes, "\n".join(outs)
     return outs[0]
 

@@ -134,7 +134,7 @@ def torchs(
     o = OPTIMIZER
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups[False], betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)]
     if muon:
-        assert isinstance(layout, MuonLayout) and len(groups[True]) == layout.matrices
+        assert len(groups[True]) == (layout.matrices if isinstance(layout, MuonLayout) else 7 * layout.layers)
         optimizers.append(torch.optim.Muon(groups[True], **muon))
     follow(parameters, optimizers, found, layout.clip)
     return {name: parameter.detach() for name, parameter in parameters.items()}

@@ -95,10 +95,9 @@ def test_blocks_with_and_without_experts_are_not_taken_for_each_other() -> None:
         assert described(short, stage) == described(full, other)
         assert short.traffic(stage) == step_messages(config, 8, stage.ranks[0])
     training = replace(config.training, moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.01)
-    routed = trace_run(replace(config, training=training), 8)
-    (_, plain), (_, sums) = (trace.traffic(trace.stage_of(0))["world", "all_reduce"] for trace in (short, routed))
-    # In the message of the loss: of each block with experts two losses, and the tokens of each expert.
-    assert sums - plain == 8 * 2 * (2 + config.model.num_experts)
+    routed = replace(config, training=training)
+    trace = trace_run(routed, 8)
+    assert all(trace.traffic(stage) == step_messages(routed, 8, stage.ranks[0]) for stage in trace.stages)
 
 
 @pytest.mark.few(1)

@@ -103,8 +103,11 @@ class _ExpertMLP(torch.autograd.Function):
             tokens = sources[0] if make_input is None else make_input(*sources)
             return groups.gather(rows(tokens), weights)
 
+        # A weight gradient that is postponed keeps the weights of inputs alone.
+        input_weights = weights if on_input else None
+
         def input_rows() -> Tensor:
-            return gathered(weights if on_input else None)
+            return gathered(input_weights)
 
         if both is None:
             both = ctx.products.linear(input_rows(), gate_up, groups)
