@@ -9,12 +9,20 @@ from typing import Any
 
 from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config, ModelConfig
+from megatron_llama.engine.options import MUON
 from megatron_llama.engine.plan.buckets import AUTO
 from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import ConfigError
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.coefficients import Coefficients
-from megatron_llama.planner.report import does_not_fit, duration, experts_line, interval, losses
+from megatron_llama.planner.report import (
+    AS_ADAM,
+    does_not_fit,
+    duration,
+    experts_line,
+    interval,
+    losses,
+)
 from megatron_llama.planner.search import OFFLOAD, enough_gpus, search
 from megatron_llama.planner.training_job import Machine
 from megatron_llama.train.setup.layout import Choice
@@ -122,6 +130,8 @@ def _notes(
     )
     if first.job.experts is not None:
         yield f"  experts: {experts_line(first)}"
+    if first.config.optimizer.optimizer == MUON:
+        yield f"  update: {AS_ADAM}"
     if moved:
         host = f"{sized(first.host_bytes)} of host memory for each process"
         yield f"  nothing fits without offload: {host}"

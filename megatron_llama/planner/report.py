@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_llama.config.parse import differences, flag
 from megatron_llama.engine.offload_options import NONE
+from megatron_llama.engine.options import MUON
 from megatron_llama.engine.plan.memory import sized
 from megatron_llama.errors import describe
 from megatron_llama.metrics.flops import flops_per_token, run_peak
@@ -50,6 +51,9 @@ COMPUTED = (
     "equally loaded; the interval is that of dense models"
 )
 """What is to be known of a plan for a model with experts."""
+
+AS_ADAM = "its time is that of AdamW: Muon's iterations and messages are not in the plan"
+"""What is to be known of a plan for a run with Muon."""
 
 _ITERATIONS = "N"
 """Placeholder for a number of steps that was not given."""
@@ -173,6 +177,8 @@ def details(candidate: Candidate) -> Iterator[str]:
         yield f"  traffic   of experts, over dp / ep: {_messages(traffic.experts)}"
     if candidate.job.experts is not None:
         yield f"  experts   {experts_line(candidate)}"
+    if candidate.config.optimizer.optimizer == MUON:
+        yield f"  update    {AS_ADAM}"
 
 
 def _messages(traffic: StepTraffic) -> str:
@@ -245,8 +251,11 @@ def _changed(candidate: Candidate) -> dict[str, Any]:
     preset = config.model.preset
     changed: dict[str, Any] = {"model": preset} if preset else differences([config.model])
     changed |= differences(sections)
-    if config.optimizer.freeze:
-        changed["freeze"] = config.optimizer.freeze
+    training = config.training
+    # The end of the learning rate's decay is filled in for every run.
+    ends = {"lr_decay_iters": training.train_iters, "lr_decay_samples": training.train_samples}
+    of_optimizer = differences([config.optimizer])
+    changed |= {name: value for name, value in of_optimizer.items() if value != ends.get(name)}
     if config.training.train_iters <= 1:
         changed["train_iters"] = _ITERATIONS
     return changed

@@ -84,7 +84,7 @@ def compare(cluster: Cluster) -> Callable[[Sparse, Record], Row]:
 
 @pytest.mark.tries("fp8", "num_experts")
 @pytest.mark.parametrize("layout", [*ALL, EXCHANGED], ids=lambda layout: f"{layout.recipe} {layout.name}")
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_layout_equals_one_process(compare: Callable[[Sparse, Record], Row], cluster: Cluster, layout: Sparse) -> None:
     """By the rule of docs/numerics.md: within twice what one process in FP8 differs from fp64 by."""
     records = cluster.run(layout.world_size, train, layout)
@@ -135,7 +135,7 @@ class InBF16(Sparse):
 
 
 @pytest.mark.parametrize("layout", [replace(layout, steps=2) for layout in ALL if layout.world_size == 4 and layout.pp == 1], ids=lambda layout: f"{layout.recipe} {layout.name}")
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_codes_and_messages_are_planned(cluster: Cluster, layout: Sparse) -> None:
     """What is kept, and what is sent more than in bf16: nothing with scales of tiles."""
     [(kept, planned, sent), *_] = cluster.run(layout.world_size, measured, layout)

@@ -295,6 +295,13 @@ def test_the_planned_command_line_is_valid(capsys: pytest.CaptureFixture[str]) -
     assert label(plan) == "tp1/pp4/cp1/dp4/mbs1/interleaved/v2/optim/recompute-none"
 
 
+def test_the_planned_run_has_the_optimizer_that_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--optimizer", "muon", "--lr", "0.001", "--explain", "tp1/pp1"]) == 0
+    printed = capsys.readouterr().out
+    assert "--optimizer muon --lr 0.001 --data-path PREFIX" in printed
+    assert "update    its time is that of AdamW" in printed
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -787,8 +787,9 @@ DATA = _case("data", 2, data_parallel_sharding_strategy="optim", micro_batch_siz
 SHARDS: Mapping[str, Any] = {"data_parallel_sharding_strategy": "optim_grads", "data_parallel_shard_size": 1}
 REPLICAS = _case("replicas and offload", 2, **SHARDS, optimizer_offload="exact", micro_batch_size=2)
 CHOSEN: Mapping[str, Any] = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-DIVIDED = _case("divided experts", 2, **CHOSEN, expert_model_parallel_size=2, data_parallel_sharding_strategy="no_shard", micro_batch_size=2)
-EXCHANGED = _case("exchanged tokens", 2, **DIVIDED.options, moe_token_dispatcher_type="alltoall")
+DIVIDING: Mapping[str, Any] = {"expert_model_parallel_size": 2, "data_parallel_sharding_strategy": "no_shard", "micro_batch_size": 2}
+DIVIDED = _case("divided experts", 2, **CHOSEN, **DIVIDING)
+EXCHANGED = _case("exchanged tokens", 2, **CHOSEN, **DIVIDING, moe_token_dispatcher_type="alltoall")
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 ALONE = _case("one process", model_type="mistral", sliding_window=9, rope_scaling=LLAMA3)
 CONVERSATIONS = _case("conversations", sft=True, packing=True)
