@@ -134,8 +134,8 @@ class InBF16(Sparse):
         return replace(config, training=replace(config.training, fp8="none"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [replace(layout, steps=2) for layout in ALL if layout.world_size == 4 and layout.pp == 1], ids=lambda layout: f"{layout.recipe} {layout.name}")
-@pytest.mark.few(1)
 def test_codes_and_messages_are_planned(cluster: Cluster, layout: Sparse) -> None:
     """What is kept, and what is sent more than in bf16: nothing with scales of tiles."""
     [(kept, planned, sent), *_] = cluster.run(layout.world_size, measured, layout)

@@ -489,6 +489,7 @@ def train_in_bf16(place: Place) -> tuple[Curve, bool]:
     return curve, narrow and all(value.dtype == torch.float32 for value in state.values())
 
 
+@pytest.mark.long
 def test_bf16_keeps_masters(cluster: Cluster) -> None:
     expected, _ = alone()
     for curve, dtypes in cluster.run(4, train_in_bf16):

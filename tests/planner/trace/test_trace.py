@@ -86,6 +86,7 @@ def test_blocks_with_and_without_a_window_are_not_taken_for_each_other() -> None
         assert described(short, stage) == described(full, other)
 
 
+@pytest.mark.long
 def test_blocks_with_and_without_experts_are_not_taken_for_each_other() -> None:
     """Of four ranks of a block each the second and the fourth have experts, which two data-parallel ranks divide: messages as they are
     counted beside real runs, of a loss of routers too."""
