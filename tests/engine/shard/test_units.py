@@ -212,6 +212,7 @@ def test_units_of_other_dtypes_have_the_bits_of_one_process(kind: str, strategy:
 
 
 @pytest.mark.long
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", MIXES)
 def test_units_of_other_dtypes_over_four_ranks(kind: str, cluster: Cluster) -> None:
     assert cluster.run(4, mixed_steps, kind, "optim_grads_params", True) == [True] * 4
