@@ -129,7 +129,8 @@ class _Moved:
 
     @property
     def forward(self) -> int:
-        """Of a forward pass: logits of the router, rows gathered and activated, outputs summed."""
+        """Return those of a forward pass: logits of the router, rows gathered and activated,
+        outputs summed."""
         model = self.shape.model
         routing = self.tokens * (self._hidden * self._cast + 3 * model.num_experts * self._wide)
         row = self._gathered + 3 * self._inner * self._narrow
@@ -140,8 +141,9 @@ class _Moved:
 
     @property
     def backward(self) -> int:
-        """Of a backward pass: rows of tokens and of gradients gathered, activations made again and
-        differentiated, and multiplied by gradients for those of the weights of outputs."""
+        """Return those of a backward pass: rows of tokens and gradients gathered, activations
+        made again and differentiated, and multiplied by gradients for those of the weights of
+        outputs."""
         model = self.shape.model
         routing = self.tokens * self._hidden * 2 * self._cast
         products = self._cast + 3 * self._wide + self._narrow
@@ -155,7 +157,8 @@ class _Moved:
 
     @property
     def again(self) -> int:
-        """Of selective recomputation: rows are gathered once more, and those to exchange."""
+        """Return what selective recomputation adds: rows are gathered once more, and those to
+        exchange."""
         return (self.load.rows + self.shape.exchanges * self.load.sent) * self._gathered
 
     @property
@@ -207,10 +210,10 @@ class _Moved:
 
     @property
     def _cast(self) -> int:
-        """Of an element that is read narrow and written wide."""
+        """Return those of an element that is read narrow and written wide, if dtypes differ."""
         return self._narrow + self._wide if self._narrow < self._wide else 0
 
     @property
     def _weighted(self) -> int:
-        """Of an element that a wide weight multiplies, and that is narrow again."""
+        """Return those of an element that a wide weight multiplies, and that is narrow again."""
         return self._narrow + self._wide + self._cast

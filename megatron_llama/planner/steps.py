@@ -275,7 +275,8 @@ def _data_time(
     divided = job.rank_expert_numel if job.ep > 1 else 0.0
 
     def gather(itemsize: float, count: float) -> float:
-        """Of all elements of a rank: experts that ranks divide have axes of their own."""
+        """Return the seconds of gathering all elements of a rank: experts that ranks divide have
+        axes of their own."""
         others = groups.shards.gather(itemsize * (job.rank_numel - divided), count)
         sparse = job.sparse * count * (divided > 0)
         return others + groups.expert_shards.gather(itemsize * divided, sparse)

@@ -42,7 +42,6 @@ from megatron_llama.train.setup.checks.optimizer import (
     schedule_free_problems,
 )
 from megatron_llama.train.setup.checks.parallel import parallel_problems
-from megatron_llama.train.setup.checks.param_groups import param_group_problems
 from megatron_llama.train.setup.checks.ranges import bound_problems, range_problems
 from megatron_llama.train.setup.checks.run import (
     attention_problems,
@@ -262,6 +261,10 @@ def _chosen_problems(config: Config) -> Iterator[str]:
         from megatron_llama.train.setup.checks.muon import muon_problems
 
         yield from muon_problems(config)
+    if config.optimizer.param_group:
+        from megatron_llama.train.setup.checks.param_groups import param_group_problems
+
+        yield from param_group_problems(config)
     if config.model.num_experts:
         from megatron_llama.train.setup.checks.experts import expert_problems
 
@@ -297,7 +300,6 @@ def problems(config: Config, world_size: int) -> list[str]:
         *schedule_free_problems(config),
         *moment_problems(config),
         *freeze_problems(config.model, config.optimizer.freeze),
-        *param_group_problems(config),
         *lora_problems(config),
         *bad_step_problems(config),
         *attention_problems(config),
