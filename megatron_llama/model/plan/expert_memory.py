@@ -169,13 +169,15 @@ class ExpertActivations(Activations):
         # exchanged the first are kept, or are among what is made again.
         gathered = (2 if self.exchanges else 3) * self._received if self.ep > 1 else 0
         again = self.sparse_block("none") - self.sparse_block(recomputed)
+        # The rows' gradients are summed over the experts of a token, then its rows are gathered
+        # again for the weight gradient. The gradients of output and residual stream wait.
+        last = max(sums, hidden + self._received) + 2 * self.hidden
         # Before that, a host copies both factors of a product of two dtypes to fp32.
-        experts = (
-            again + gathered + hidden + max(hidden + 5 * width + wide + sums, 3 * width + 3 * wide)
-        )
+        experts = again + gathered + hidden + max(hidden + 5 * width + last, 2 * width + 3 * wide)
         if self._shared:
-            # Its backward pass comes before or behind that of the others, whose input's gradient
-            # waits.
-            experts = max(experts, again + 3 * self._shared) + self.hidden
+            # Its backward pass comes before that of the others, and leaves its input's gradient in
+            # place of all that it kept.
+            kept = 3 * self._shared
+            experts = max(again + kept, experts + self.hidden - kept)
         dense = sparse_layers(self.model) < self.model.num_hidden_layers
         return max(experts, super().gradients(recomputed) if dense else 0)
