@@ -17,6 +17,9 @@ DistributedDataParallel and AdamW; tests/engine/shard/test_parity.py trains some
 fp32 steps of every family of models in eighteen layouts, of experts in twenty more, and with each
 loss of routers in five, of which tests/model/families/test_parity.py trains some; with ``--random``
 in layouts drawn for it, 24 each, with losses of routers and divided experts where it can have them.
+A token that stands between two experts within rounding may go to either: a layout that exceeds its
+bound is compared with one process in which that token goes where the layout sent it, if the loads
+of experts say that it did, and exceeds its bound otherwise. Its row says so.
 ``--only "qwen2 "`` takes one family. The fifth: what ``prove`` says of every seeded fault of
 tests/prove/faults.py. The sixth: twenty fp32 steps of every method of preference tuning, against
 plain torch on transformers' model; tests/tune/preference/test_parity.py makes some of them. A few
@@ -45,7 +48,7 @@ from tests.engine.shard.training import Run, Trained, ddp, differences, sharded
 from tests.engine.shard.training import layouts as module_layouts
 from tests.harness import Cluster
 from tests.model.families import draw as family_draw
-from tests.model.families import twins
+from tests.model.families import parting, twins
 from tests.parallel.cases import (
     LAYOUTS,
     LOSS_BOUND,
@@ -67,34 +70,31 @@ ROW_SECONDS = 900.0
 """What a row may take, on a machine that has other work."""
 
 
+Explain = Callable[[Cluster, Any, Reference, Row], Row]
+"""Returns the row of a layout that exceeds its bound, or another one that says why that is right:
+see tests/model/families/parting.py."""
+
+
 def rows(
     cluster: Cluster,
     layouts: Iterable[Layout],
     compare_with: Callable[[Cluster, Layout], Reference],
-    *,
-    on_other_text: bool = False,
+    explain: Explain | None = None,
 ) -> Iterator[Row]:
-    """Train the references that are needed, each once, and every layout. ``on_other_text``: one
-    that exceeds its bound is trained again on other text, which its row says: it may have sent a
-    token that stands between two experts elsewhere by rounding; a fault would be there, too."""
+    """Train the references that are needed, each once, and every layout."""
     known: dict[Layout, Reference] = {}
     for layout in layouts:
         single = layout.reference
         if single not in known:
             known[single] = compare_with(cluster, single)
             yield known[single].row(single.name, known[single].single)
-        row = _row(cluster, layout, known[single])
-        if on_other_text and not row.holds:
-            other = replace(single, first=known[single].first + layout.steps)
-            again = _row(cluster, layout, compare_with(cluster, other))
-            row = replace(again, name=f"{layout.name}, on other text")
+        expected = known[single]
+        same = replace(layout, first=expected.first)
+        ranks = cluster.run(layout.world_size, train, same, timeout=ROW_SECONDS)
+        row = expected.row(layout.name, ranks[0])
+        if explain is not None and not row.holds:
+            row = explain(cluster, same, expected, row)
         yield row
-
-
-def _row(cluster: Cluster, layout: Layout, expected: Reference) -> Row:
-    same = replace(layout, first=expected.first)
-    ranks = cluster.run(layout.world_size, train, same, timeout=ROW_SECONDS)
-    return expected.row(layout.name, ranks[0])
 
 
 COLUMNS = {
@@ -359,8 +359,8 @@ def main() -> int:
     if options.random:
         print(f"{len(chosen)} layouts drawn from seed {options.seed}\n")
     with Cluster() as cluster:
-        both = options.families and options.random
-        table = rows(cluster, chosen, compare_with, on_other_text=both)
+        explain = parting.explained if options.families else None
+        table = rows(cluster, chosen, compare_with, explain)
         if options.random and not options.families:
             table = (row for row in table if not row.is_reference)
         holds = print_rows(table, names, summary=options.random)

@@ -60,6 +60,7 @@ def choices(layout: FamilyLayout) -> list[tuple[str, object]]:
     kinds: dict[str, object] = {name: getattr(layout, name) for name in fields}
     kinds |= {"schedule": layout.schedule if layout.pp > 1 else None, "keys": layout.cp_comm if layout.cp > 1 else None}
     kinds |= {"strategy": layout.strategy if layout.dp * layout.cp > 1 else None, "z-loss": layout.z_loss > 0, "split": layout.split != ()}
+    kinds |= {"alltoall": layout.exchange if layout.ep > 1 else None, "shards": layout.shard_size if _shards(layout) else None}
     return [*kinds.items()]
 
 
@@ -75,7 +76,18 @@ def _candidate(chance: random.Random, family: str) -> FamilyLayout | None:
     drawn = FamilyLayout(**(asdict(layout) | kept | losses | {"family": family, "split": split}))
     if model.num_experts:
         drawn = replace(drawn, sp=drawn.tp > 1, tp_comm="0", ep=chance.choice((1, 2, 4)))
-    return replace(drawn, shard_size=0) if drawn.ep > 1 else drawn
+    return _divided(chance, drawn) if drawn.ep > 1 else drawn
+
+
+def _divided(chance: random.Random, layout: FamilyLayout) -> FamilyLayout:
+    """The layout with a way in which tokens travel to their experts, and shards that it can have beside divided experts."""
+    sizes = [size for size in (layout.ep, 2 * layout.ep) if size < layout.dp * layout.cp and _shards(layout)]
+    return replace(layout, exchange=chance.random() < 0.5, shard_size=chance.choice((0, *sizes)))
+
+
+def _shards(layout: FamilyLayout) -> bool:
+    """Whether ranks share what they have of parameters, gradients or states."""
+    return layout.dp * layout.cp > 1 and layout.strategy != "no_shard"
 
 
 def _split(chance: random.Random, stages: int, layers: int) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.model.families.draw import BALANCES, choices, draw
-from tests.model.families.twins import FamilyLayout
 from tests.parallel import draw as plain
 from tests.parallel.cases import STRATEGIES
 from tools import parity
@@ -14,7 +13,7 @@ MET: dict[str, set[object]] = {
     "tp": {1, 2, 4}, "cp": {1, 2, 4}, "pp": {1, 2, 4}, "dp": {1, 2, 4}, "ep": {1, 2, 4}, "virtual": {1, 2, 3}, "microbatches": {1, 2, 4, 8},
     "keys": {None, "all_gather", "ring", "a2a", "a2a+p2p"}, "schedule": {None, "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"},
     "strategy": {None, *STRATEGIES}, "recompute": {"none", "selective", "full"}, "balance": {"none", *BALANCES}, "z-loss": {False, True},
-    "split": {False, True},
+    "split": {False, True}, "alltoall": {None, False, True}, "shards": {None, 0, 1, 2, 4},
 }
 
 
@@ -30,9 +29,10 @@ def test_a_draw_meets_every_choice_and_only_what_runs() -> None:
 
 def test_what_a_family_cannot_have_is_not_drawn() -> None:
     """As the trainer's own check says, for experts that ranks divide, too."""
-    [layout] = draw("llama4", 1, 1)
-    assert (layout.balance, layout.z_loss) == ("none", 0.0)
-    assert layout.ep == 1 or plain.runs(FamilyLayout(family="llama4", dp=2, ep=2))
+    drawn = draw("llama4", 6)
+    assert {(layout.balance, layout.z_loss) for layout in drawn} == {("none", 0.0)} and drawn[0].model.moe_apply_probs_on_input
+    # Six experts have no four equal parts.
+    assert {(layout.ep, layout.exchange) for layout in drawn} == {(1, False), (2, False), (2, True)}
     [dense] = draw("olmo2", 1, 1)
     assert (dense.balance, dense.z_loss, dense.ep) == ("none", 0.0, 1)
 
