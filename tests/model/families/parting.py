@@ -26,6 +26,8 @@ ROUNDING = 3e-5
 full steps of gradients that are rounding alone."""
 MOVES = 3
 """Tokens that may have been sent elsewhere in one run."""
+SECONDS = 900.0
+"""What a run may take, on a machine that has other work."""
 
 
 @dataclass(frozen=True)
@@ -110,23 +112,23 @@ def explained(cluster: Cluster, layout: FamilyLayout, expected: Reference, row: 
     them. ``layout`` begins with the text of ``expected``."""
     if not layout.model.num_experts:
         return row
-    own: Loads = cluster.run(layout.world_size, train_counting, layout)[0]
+    own: Loads = cluster.run(layout.world_size, train_counting, layout, timeout=SECONDS)[0]
     moves: list[Move] = []
-    single: Loads = cluster.run(1, train_counting, layout.reference)[0]
+    single: Loads = cluster.run(1, train_counting, layout.reference, timeout=SECONDS)[0]
     while len(moves) < MOVES:
         move = _first_move(own.counts, single.counts)
         if isinstance(move, str):
             return replace(row, name=f"{row.name}, {move}")
         moves.append(move)
-        single = cluster.run(1, train_counting, layout.reference, moves)[0]
+        single = cluster.run(1, train_counting, layout.reference, moves, timeout=SECONDS)[0]
         gap = single.gaps[-1]
         if gap > rounding:
-            return replace(row, name=f"{row.name}, another expert without rounding: {move}, logits {gap:.0e} apart")
+            return replace(row, name=f"{row.name}, another expert, but not by rounding: {move}, logits {gap:.0e} apart")
         moved = replace(expected, single=single.record, hf=None).row(row.name, own.record)
         moved = replace(moved, loss_rounding=row.loss_rounding, norm_rounding=row.norm_rounding)
         if moved.holds:
             words = "; ".join(f"{one}, logits {gap:.0e} apart" for one, gap in zip(moves, single.gaps, strict=True))
-            return replace(moved, name=f"{row.name}, with one process once a token has another expert ({words})")
+            return replace(moved, name=f"{row.name}, against one process that moves a token: {words}")
     return replace(row, name=f"{row.name}, more than {MOVES} tokens have other experts")
 
 

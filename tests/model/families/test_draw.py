@@ -29,7 +29,7 @@ def test_a_draw_meets_every_choice_and_only_what_runs() -> None:
 
 def test_what_a_family_cannot_have_is_not_drawn() -> None:
     """As the trainer's own check says, for experts that ranks divide, too."""
-    drawn = draw("llama4", 6)
+    drawn = draw("llama4", 6, 6)
     assert {(layout.balance, layout.z_loss) for layout in drawn} == {("none", 0.0)} and drawn[0].model.moe_apply_probs_on_input
     # Six experts have no four equal parts.
     assert {(layout.ep, layout.exchange) for layout in drawn} == {(1, False), (2, False), (2, True)}

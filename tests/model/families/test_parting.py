@@ -29,10 +29,10 @@ class Wrong:
     def __init__(self, cluster: Cluster, run: Callable[..., Any], *options: Any) -> None:
         self._cluster, self._run, self._options = cluster, run, options
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """See WorkerPool."""
         given = (function, *args) if world_size == 1 else (self._run, *self._options, function, *args)
-        return self._cluster.run(world_size, *given)
+        return self._cluster.run(world_size, *given, **options)
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +91,9 @@ def test_a_token_between_two_experts_is_compared_with_one_process_that_moves_it(
     pool = Wrong(cluster, coarse, (smallest * next_one) ** 0.5)
     row, better = row_in(pool, expected, rounding=next_one)
     assert better.holds and better.loss_hf is None, (row, better)
-    assert better.name.startswith(f"{row.name}, with one process once a token has another expert (step ")
+    assert better.name.startswith(f"{row.name}, against one process that moves a token: step ")
     _, refused = row_in(pool, expected, rounding=smallest / 2)
-    assert not refused.holds and ", another expert without rounding: step " in refused.name
+    assert not refused.holds and ", another expert, but not by rounding: step " in refused.name
 
 
 @pytest.mark.long
