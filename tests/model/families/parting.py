@@ -18,7 +18,7 @@ from megatron_llama.pipeline.router_losses import RoutedRuntime
 from torch import Tensor, nn
 
 from tests.harness import Cluster
-from tests.model.families.twins import FamilyLayout
+from tests.model.families.twins import SECONDS, FamilyLayout
 from tests.parallel.cases import Record, Reference, Row, record, trainer
 
 ROUNDING = 3e-5
@@ -26,8 +26,6 @@ ROUNDING = 3e-5
 full steps of gradients that are rounding alone."""
 MOVES = 3
 """Tokens that may have been sent elsewhere in one run."""
-SECONDS = 900.0
-"""What a run may take, on a machine that has other work."""
 
 
 @dataclass(frozen=True)

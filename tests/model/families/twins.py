@@ -250,10 +250,14 @@ def routed_layouts(family: str) -> list[FamilyLayout]:
     return [FamilyLayout(**(asdict(one) | {"offload": one.offload, "family": family, "balance": balance, "z_loss": z})) for balance, z in losses for one in ROUTED]
 
 
+SECONDS = 900.0
+"""What one run may take, on a machine that has other work."""
+
+
 def reference(cluster: Cluster, layout: FamilyLayout) -> Reference:
     """Train what a layout is compared with: one process in fp32 and in fp64, and transformers."""
     alone = layout.reference
-    single, exact = (cluster.run(1, train, run)[0] for run in (alone, replace(alone, fp64=True)))
+    single, exact = (cluster.run(1, train, run, timeout=SECONDS)[0] for run in (alone, replace(alone, fp64=True)))
     return Reference(single, exact, _train_hf(alone))
 
 
