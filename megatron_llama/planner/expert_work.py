@@ -19,7 +19,7 @@ from megatron_llama.model.plan.expert_memory import ExpertActivations
 from megatron_llama.model.plan.experts import DOWN, GATE_UP, SHARED, is_sparse
 from megatron_llama.model.plan.fp8 import ROUTER
 from megatron_llama.model.plan.params import Shapes
-from megatron_llama.model.plan.router_losses import count_bytes
+from megatron_llama.model.plan.router_losses import count_messages
 from megatron_llama.model.plan.tensor_messages import BlockMessages
 from megatron_llama.planner.training_job import Matmul
 
@@ -89,7 +89,7 @@ def expert_work(config: Config) -> ExpertWork:
         moved_again=moved.again,
         messages=dispatch_messages(config, recomputed=granularity == "selective"),
         exchanges=shape.exchanges,
-        counted=count_bytes(config),
+        counted=max(count_messages(config).values(), default=0),
         kept=shape.sparse_block(granularity),
         working=shape.gradients(granularity),
         numel=sum(map(prod, (gate_up, down))) // shape.ep,

@@ -8,11 +8,15 @@ the ranks that hold its parts agree.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_llama.config.schema import Config
 from megatron_llama.engine.plan.buckets import BucketPlan
 from megatron_llama.engine.plan.specs import ParamSpec
+
+if TYPE_CHECKING:  # what knows nothing of layers in FP8
+    from megatron_llama.model.plan.activation_memory import Activations
+    from megatron_llama.model.plan.chunks import Granularity
 
 BLOCKWISE = "blockwise"
 TENSORWISE = "tensorwise"
@@ -58,19 +62,23 @@ def tile_bytes(tokens: int, columns: int) -> int:
     return tokens * (columns + SCALE_BYTES * (columns // SIDE))
 
 
-def largest_tile_bytes(config: Config, tokens: int, layers: Iterable[int]) -> int:
-    """Return the bytes of the codes and scales that a rank makes for the widest product of these
-    layers, the gradient through gate and up or through queries, keys and values. They last as long
-    as the product; layers keep what they keep without FP8, since weight gradients are made of
-    it."""
+def gradients_in_fp8(
+    config: Config, shape: Activations, recomputed: Granularity, layers: Iterable[int]
+) -> int:
+    """Return the most bytes of gradients in the backward pass of one of these blocks of a rank, as
+    ``Activations.gradients``, with the codes and scales of those that multiply in FP8: of the
+    widest product, the gradient through gate and up or through queries, keys and values. Codes last
+    as long as the product; layers keep what they keep without FP8, since weight gradients are made
+    of it."""
+    gradients = shape.gradients(recomputed)
     in_fp8 = [layer for layer in layers if layer in fp8_layers(config)]
     if not in_fp8:
-        return 0
+        return gradients
     if config.model.num_experts:
-        from megatron_llama.model.plan.expert_fp8 import largest_bytes_with_experts  # of few models
+        from megatron_llama.model.plan.expert_fp8 import gradients_with_experts  # of few models
 
-        return largest_bytes_with_experts(config, tokens, in_fp8)
-    return dense_tile_bytes(config, tokens, config.model.intermediate_size)
+        return max(gradients, gradients_with_experts(config, shape, recomputed, in_fp8))
+    return gradients + dense_tile_bytes(config, shape.tokens, config.model.intermediate_size)
 
 
 def dense_tile_bytes(config: Config, tokens: int, intermediate: int) -> int:
