@@ -23,9 +23,9 @@ from megatron_llama.train.setup.memory import MemoryPlan, peak_of
 from torch import Tensor
 
 from tests.harness import Cluster
-from tests.model.test_activation_memory import BATCH, EXPERTS, Live, Run, Saved, storage
+from tests.model.test_activation_memory import EXPERTS, Live, Run, Saved, storage
 from tests.oracle.messages import Messages, step_messages
-from tests.parallel.cases import STRATEGIES, Layout, Trainer, trainer
+from tests.parallel.cases import GLOBAL_BATCH_SIZE, STRATEGIES, Layout, Trainer, trainer
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,8 @@ def test_ranks_that_split_sequences_send_the_counts_that_are_planned(cluster: Cl
     ranks = cluster.run(layout.world_size, count, layout)
     assert_as_planned(layout, ranks)
     planned = count_messages(layout.sized())
-    assert planned == dict.fromkeys(["tp", "cp"] if layout.tp > 1 else ["cp"], BATCH * EXPERTS["num_experts"] * 4)
+    samples = GLOBAL_BATCH_SIZE // (layout.dp * layout.microbatches)
+    assert planned == dict.fromkeys(["tp", "cp"] if layout.tp > 1 else ["cp"], samples * EXPERTS["num_experts"] * 4)
     # Of four blocks two have experts, the second and the last; the first three of a stage are computed again.
     passes = (3 if layout.recompute == "full" else 2) * layout.microbatches // layout.pp
     assert all(one.traffic["cp", "all_reduce"] == (passes, passes * planned["cp"]) for one in ranks)
