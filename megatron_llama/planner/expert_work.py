@@ -101,7 +101,7 @@ def expert_work(config: Config, *, on_host: bool) -> ExpertWork:
     # Exchanged rows are as many as are chosen; gathered ones are those that may be chosen.
     load = load_of(config) if shape.exchanges else shape.load
     # Kernels have no fp64.
-    is_fused = not on_host and shape.itemsize <= shape.fp32_itemsize == FP32_BYTES
+    is_fused = not on_host and shape.fp32_itemsize == FP32_BYTES
     moved = (_MovedByKernels if is_fused else _Moved)(shape, tokens, load)
     recipe = config.training.fp8
     number = load.rows * _bytes_of_codes(recipe)

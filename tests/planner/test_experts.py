@@ -11,7 +11,9 @@ from megatron_llama.metrics.flops import flops_per_token
 from megatron_llama.model.plan.dispatch import dispatch_messages
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.choice import choose
+from megatron_llama.planner.expert_work import expert_work
 from megatron_llama.planner.fitted import FITTED
+from megatron_llama.planner.hardware import CPU
 from megatron_llama.planner.inputs import layout_named
 from megatron_llama.planner.kernels import Kernels
 from megatron_llama.planner.links import rank_groups
@@ -221,7 +223,122 @@ def test_frozen_experts_have_two_of_three_products() -> None:
     assert estimate(jobs[1], FITTED).seconds < estimate(jobs[0], FITTED).seconds
 
 
-def test_experts_in_fp8_are_not_guessed() -> None:
-    whole = config("mixtral-8x7b", 64, **BY_UNIT)
-    with pytest.raises(ConfigError, match="--fp8: got blockwise for a model with --num-experts, expected none"):
-        job_of(resolve(replace(whole, training=replace(whole.training, fp8="blockwise")), 64), machine(64))
+def in_fp8(name: str, recipe: str, ends: int = 1) -> Candidate:
+    plan = planned(name)
+    training = replace(plan.config.training, fp8=recipe, fp8_bf16_layers=ends)
+    config = replace(plan.config, training=training)
+    assert problems(config, plan.machine.gpus) == []
+    return replace(plan, config=resolve(config, plan.machine.gpus))
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("mixtral", "blockwise"), ("scout", "tensorwise"), ("maverick", "blockwise")])
+def test_products_of_experts_in_fp8_take_half_of_the_arithmetic(name: str, recipe: str) -> None:
+    """At twice the rate of bf16 all but the router and weight gradients do, of experts, attention, dense and shared MLPs. By their bytes products of
+    codes take longer than half: they write bf16."""
+    plan, plain = in_fp8(name, recipe, ends=0), planned(name)
+    fit = replace(FITTED, fp8=1.0, blockwise=1.0, matmul_bytes=0.0)
+    narrow, wide, slow = Kernels(plan.job, fit), Kernels(plain.job, fit), Kernels(plan.job, FITTED)
+    router = plan.job.sparse * narrow._router() * fit.family("torchtitan")
+    assert narrow.forward().matmul - router == pytest.approx((wide.forward().matmul - router) / 2)
+    assert narrow.weight_gradients() == pytest.approx(wide.weight_gradients())
+    work = plan.job.experts
+    assert work is not None
+    for product in work.grouped:
+        codes = 4 / 128 if recipe == "blockwise" else 4 / product.k
+        of_weights = 4 / 128**2 if recipe == "blockwise" else 4 / product.k / product.n
+        moved = product.m * product.k * (1 + codes) + product.n * product.k * (1 + of_weights) + 2 * product.m * product.n
+        efficiency = 2 * (FITTED.blockwise if recipe == "blockwise" else FITTED.fp8)
+        expected = product.flops / slow.base_rate / efficiency + FITTED.matmul_bytes * moved / slow.gpu.hbm
+        assert slow.grouped(product) == pytest.approx(work.count * expected, rel=1e-6)
+
+
+def test_rows_become_codes_in_one_pass_or_in_several() -> None:
+    """A kernel of tiles reads bf16, and writes a byte and a scale for 128; torch's operators of one scale a tensor move 29 bytes for each number. Of
+    all rows for which there is room: forward those of the block's width and of an expert's, backward those and both halves."""
+    for recipe, moved in (("blockwise", 3 + 4 / 128), ("tensorwise", 29.0)):
+        plan, plain = in_fp8("qwen", recipe), planned("qwen")
+        work = plan.job.experts
+        assert work is not None
+        rows = 4 * 4096 * 8
+        assert (work.coded, work.coded_back, work.coded_again) == tuple(rows * moved * width for width in (2048 + 768, 2048 + 2 * 768, 2048))
+        found, less = Kernels(plan.job, FITTED).forward(), Kernels(plain.job, FITTED).forward()
+        seconds = 46 / 48 * work.coded / Kernels(plan.job, FITTED).hbm * FITTED.family("torchtitan")
+        assert found.memory - less.memory == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_memory_of_experts_in_fp8_is_that_of_a_run(name: str) -> None:
+    """As the dry run counts it, with codes of all matrices in FP8; the estimate that rules layouts out knows of codes and is below."""
+    plan, plain = in_fp8(name, "blockwise"), planned(name)
+    granularity = plan.config.parallel.recompute_granularity
+    whole = MemoryPlan(plan.config, plan.machine.gpus)
+    assert plan.needed == whole.needed(granularity, whole.recompute_layers() if granularity != "none" else 0)
+    assert memory_estimate(plain) < memory_estimate(plan) < plan.needed
+    assert plan.step_time.compute < plain.step_time.compute
+
+
+def test_both_kinds_of_blocks_have_their_own_share_in_fp8() -> None:
+    """Of Maverick's first stage 12 blocks of 24 have experts, all in FP8, and 11 dense ones are; of its second 11 and 12. Each stage takes the time
+    of these blocks."""
+    plan = in_fp8("maverick", "blockwise")
+    assert [plan._sparse(layers) for layers in (range(24), range(24, 48))] == [(0.5, 1.0), (0.5, 11 / 12)]
+    first = replace(plan.job, narrow=23 / 24, narrow_experts=1.0)
+    assert (plan.job.narrow, plan.job.narrow_experts, first.narrow_dense) == (46 / 48, 23 / 24, pytest.approx(11 / 12))
+
+    def products(sparse: float, narrow: float) -> float:
+        return Kernels(replace(plan.job, sparse=sparse, narrow=narrow, narrow_experts=narrow), FITTED).forward().matmul
+
+    expected = (12 * products(1.0, 1.0) + 11 * products(0.0, 1.0) + products(0.0, 0.0)) / 24
+    assert Kernels(first, FITTED).forward().matmul == pytest.approx(expected)
+
+
+def test_messages_about_scales_of_experts_take_time() -> None:
+    """Over tp and cp, with one scale a tensor: four bytes of attention, and four for each expert. Behind the gather of attention's input one of
+    them waits."""
+    plan, plain = in_fp8("qwen in tp and cp", "tensorwise"), planned("qwen in tp and cp")
+    blocks = [block_time(one.job, one.groups, Kernels(one.job, FITTED), FITTED) for one in (plan, plain)]
+    share, groups = 46 / 48, plan.groups
+    for axis, group in (("tensor", groups.tp), ("context", groups.cp)):
+        forward, backward = (getattr(getattr(blocks[0], way), axis) - getattr(getattr(blocks[1], way), axis) for way in ("forward", "backward"))
+        of_attention = 1 if axis == "tensor" else 2
+        expected = share * (of_attention * group.reduce(4) + 2 * group.reduce(4 * 128))
+        assert forward == pytest.approx(expected)
+        assert backward == pytest.approx(expected + (share * groups.tp.gather(plan.job.stream) if axis == "tensor" else 0))
+    tiles = in_fp8("qwen in tp and cp", "blockwise")
+    assert block_time(tiles.job, groups, Kernels(tiles.job, FITTED), FITTED).forward.tensor == blocks[1].forward.tensor
+
+
+def test_codes_of_experts_take_time_after_each_update() -> None:
+    """Four bytes for each element of matrices of blocks in FP8: attention's and experts'."""
+    plan, plain = in_fp8("mixtral", "blockwise"), planned("mixtral")
+    elements = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336
+    seconds = 4 * elements / Kernels(plan.job, FITTED).hbm
+    assert estimate(plan.job, FITTED).update - estimate(plain.job, FITTED).update == pytest.approx(30 / 4 * seconds)
+
+
+def test_a_plan_with_experts_in_fp8_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan --model mixtral-8x7b --gpus 64 --global-batch-size 64 --seq-length 4096 --fp8 blockwise --explain tp1/pp4/dp16/ep8/mbs1/1f1b/optim"
+    assert main(words.split()) == 0
+    printed = capsys.readouterr().out
+    assert "multiply in FP8 (blockwise)" in printed and "--fp8 blockwise" in printed
+
+
+@pytest.mark.parametrize("name", ["mixtral", "scout"])
+def test_a_host_moves_what_torchs_operators_move(name: str) -> None:
+    """More than twice the bytes of kernels, which leave out what nobody needs. Of kernels by hand: of each row that a token needs two numbers of each
+    gather, those of the activation and of its weight; and sums."""
+    plan = planned(name)
+    fused, host = (expert_work(plan.config, on_host=on_host) for on_host in (False, True))
+    assert replace(host, moved=0, moved_back=0, moved_again=0) == replace(fused, moved=0, moved_back=0, moved_again=0)
+    assert host.moved > 2 * fused.moved and host.moved_back > 1.5 * fused.moved_back
+    tokens, model, ep = plan.job.tokens, plan.config.model, plan.job.ep
+    rows, hidden, inner = tokens * model.num_experts_per_tok, model.hidden_size, model.moe_intermediate_size
+    sums = (rows + ep * tokens) * hidden * 2
+    shared = tokens * 3 * (hidden + model.moe_shared_expert_intermediate_size) * 2 if name == "scout" else 0
+    router = tokens * (hidden * 6 + 3 * model.num_experts * 4)
+    assert fused.moved == router + rows * (2 * hidden + 3 * inner) * 2 + sums + shared
+    of_weights = 4 * hidden if name == "scout" else 6 * inner
+    assert fused.moved_back == tokens * hidden * 12 + rows * (4 * hidden + 8 * inner + of_weights) * 2 + sums + 2 * shared
+    cpu = job_of(plan.config, replace(plan.machine, gpu=CPU)).experts
+    assert cpu is not None and plan.job.experts is not None
+    assert (cpu.moved, plan.job.experts.moved) == (host.moved, fused.moved)

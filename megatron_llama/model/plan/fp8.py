@@ -7,6 +7,7 @@ the ranks that hold its parts agree.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -112,11 +113,10 @@ def fp8_weights(config: Config, bucket_plan: BucketPlan) -> Iterator[tuple[int, 
 
 
 def weight_code_bytes(config: Config, bucket_plan: BucketPlan) -> int:
-    """Return the bytes of the weight codes that a rank keeps: one weight's for each place where
-    weights lie, so blocks that take turns in slots also take turns in codes."""
-    places: dict[tuple[object, int], int] = {}
+    """Return the most bytes of weight codes that a rank keeps: those of weights that lie apart, so
+    blocks that take turns in slots also take turns in codes, whether dense or with experts."""
+    by_slot: dict[object, set[tuple[int, int, int]]] = {}
     for bucket, start, spec in fp8_weights(config, bucket_plan):
-        place = bucket_plan.parameter_slots[bucket], start
         rows, columns = spec.shape
         experts = 1
         if config.model.num_experts:
@@ -124,8 +124,20 @@ def weight_code_bytes(config: Config, bucket_plan: BucketPlan) -> int:
 
             experts = experts_in(config.model, spec)
         size = code_bytes(rows, columns, config.training.fp8, experts)
-        places[place] = max(places.get(place, 0), size)
-    return sum(places.values())
+        place = start, start + rows * columns, size
+        by_slot.setdefault(bucket_plan.parameter_slots[bucket], set()).add(place)
+    return sum(map(_most_apart, by_slot.values()))
+
+
+def _most_apart(places: Iterable[tuple[int, int, int]]) -> int:
+    """Return the largest sum of sizes of places, each (start, end, size), that do not overlap."""
+    ends = [0]
+    most = [0]
+    for start, end, size in sorted(places, key=lambda place: place[1]):
+        before = most[bisect_right(ends, start) - 1]
+        ends.append(end)
+        most.append(max(most[-1], before + size))
+    return most[-1]
 
 
 class ScaleMessages(NamedTuple):

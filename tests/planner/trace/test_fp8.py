@@ -14,7 +14,7 @@ from megatron_llama.planner.trace.run import trace_run
 from megatron_llama.train.setup.memory import MemoryPlan
 from megatron_llama.train.setup.resolve import resolve
 
-from tests.parallel.cases import SEQ_LENGTH, Layout
+from tests.parallel.cases import Layout
 from tests.planner.trace.test_trace import described, small, whole
 
 RECIPES = ("blockwise", "tensorwise")
@@ -125,7 +125,7 @@ def test_experts_multiply_codes(layout: Layout, recipe: str) -> None:
     # Forward both products, backward both gradients of inputs, and the first product again, (outputs, inputs) of each of a rank's experts. Rows
     # are all for which there is room.
     here = 4 // layout.ep
-    rows = SEQ_LENGTH // (layout.tp * layout.cp) * layout.ep * 2
+    rows = config.training.seq_length // (layout.tp * layout.cp) * layout.ep * 2
     products = [(256, 128), (128, 128), (128, 128), (128, 256), *[(256, 128)] * (layout.recompute == "selective")]
     tiles = {"blockwise": lambda outputs, inputs: rows * inputs // 128 + here * outputs * inputs // 128**2, "tensorwise": lambda outputs, inputs: rows + here}
     each = [rows * (inputs + 2 * outputs) + here * (outputs * inputs + 4) + 4 * tiles[recipe](outputs, inputs) for outputs, inputs in products]
