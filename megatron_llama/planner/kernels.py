@@ -87,6 +87,8 @@ class Kernels:
         peak = gpu.peak * gpu.power * (gpu.single if job.itemsize > BF16_BYTES else 1.0)
         self.base_rate = peak * fit.of_gpu("matmul", gpu.family)
         """FLOP/s of products in 16 bits or more."""
+        self.rate = self._rate(job.narrow)
+        """The same of products in the job's precision, over all blocks."""
         self.all_narrow = job.precision not in CONVERTED
         """Whether weight gradients and low-rank additions are in the job's precision too, as other
         trainers have them."""
@@ -94,6 +96,10 @@ class Kernels:
         single = gpu.peak * gpu.power * gpu.single
         self.single_rate = single * fit.of_gpu("matmul", gpu.family)
         """FLOP/s of products in fp32."""
+
+    def _rate(self, narrow: float) -> float:
+        """Return the FLOP/s of products of which so large a share is in the job's precision."""
+        return self.base_rate / ((1.0 - narrow) + narrow / self._speedup())
 
     def _speedup(self) -> float:
         """Return the rate of products in 8 or 4 bits relative to 16 bits, with conversions."""
@@ -117,8 +123,8 @@ class Kernels:
         """Return the seconds of one product. ``reduced`` says that the product is in the job's 8 or
         4 bits, if it has these; the head is always in bfloat16. ``narrow``: the share of the blocks
         in which it is; None: that of all blocks."""
-        share = (self.job.narrow if narrow is None else narrow) if reduced else 0.0
-        rate = self.base_rate / ((1.0 - share) + share / self._speedup())
+        of_blocks = self.rate if narrow is None else self._rate(narrow)
+        rate = of_blocks if reduced else self.base_rate
         moved = self.fit.matmul_bytes * self.job.itemsize * product.elements
         return product.flops / rate + moved / self.gpu.hbm
 
@@ -242,9 +248,8 @@ class Kernels:
         seconds = (1.0 - narrow) * self.matmul(product, reduced=False)
         if narrow:
             moved = work.codes(product) + job.itemsize * product.m * product.n
-            rate = self.base_rate * self._speedup()
             bytes_time = self.fit.matmul_bytes * moved / self.gpu.hbm
-            seconds += narrow * (product.flops / rate + bytes_time)
+            seconds += narrow * (product.flops / self._rate(1.0) + bytes_time)
         return work.count * seconds
 
     def _router(self) -> float:
