@@ -241,12 +241,15 @@ def counted_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 @pytest.mark.parametrize("in_fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("on_input", [False, True], ids=["outputs weighted", "inputs weighted"])
-def test_the_planner_counts_what_they_move(on_input: bool, recompute: bool, in_fp8: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planner_counts_what_they_move(
+    on_input: bool, recompute: bool, in_fp8: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the byte, but for numbers of rows and places, and what the router does."""
     from megatron_llama.model.nn.kernels.ops import KERNELS
 
     sizes = Sizes(tokens=20, experts=3, top_k=2, hidden=256, inner=128)
-    model = ModelConfig(hidden_size=256, moe_intermediate_size=128, num_experts=3, num_experts_per_tok=2, moe_apply_probs_on_input=on_input, moe_shared_expert_intermediate_size=0)
+    of_experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_apply_probs_on_input": on_input, "moe_shared_expert_intermediate_size": 0}
+    model = ModelConfig(hidden_size=256, moe_intermediate_size=128, **of_experts)
     shape = ExpertActivations(model, 1, 20, 2, load=largest_load(20, 2, experts=3, ep=1))
     planned = _MovedByKernels(shape, 20, shape.load)
     x, router, gate_up, down, grad = (tensor.to(device) for tensor in sizes.draw(2, torch.bfloat16))

@@ -120,10 +120,12 @@ def test_a_block_without_experts_is_as_in_a_dense_model() -> None:
     job, groups = plan.job, plan.groups
     dense = replace(job, sparse=0.0, experts=None, model=replace(job.model, num_experts=0))
     times = [block_time(one, groups, Kernels(one, FITTED), FITTED).forward for one in (dense, job, replace(job, sparse=1.0))]
-    assert (job.sparse, job.narrow_experts) == (0.5, 1.0) and times[1].parts == pytest.approx([(first + last) / 2 for first, last in zip(times[0].parts, times[2].parts, strict=True)])
+    assert (job.sparse, job.narrow_experts) == (0.5, 1.0)
+    assert times[1].parts == pytest.approx([(first + last) / 2 for first, last in zip(times[0].parts, times[2].parts, strict=True)])
     assert groups == rank_groups(dense, FITTED) and times[2].tensor == pytest.approx(times[0].tensor / 2) and times[2].expert == 0
     odd = config("llama4-maverick", 256, **TP2, **BY_UNIT, pipeline_model_parallel_size=2, pipeline_layer_split=(23, 25))
-    assert [Candidate(resolve(odd, 256), machine(256), FITTED)._sparse(layers) for layers in (range(23), range(23, 48))] == [(11 / 23, 1.0), (13 / 25, 1.0)]
+    uneven = Candidate(resolve(odd, 256), machine(256), FITTED)
+    assert [uneven._sparse(layers) for layers in (range(23), range(23, 48))] == [(11 / 23, 1.0), (13 / 25, 1.0)]
 
 
 def test_the_search_divides_experts_where_that_is_written() -> None:
