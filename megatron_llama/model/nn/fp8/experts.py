@@ -50,7 +50,8 @@ def expert_product(x: Coded, weights: Coded, groups: ExpertRows) -> Tensor:
     width = weights.codes.shape[1]
     if devices.is_fake(x.codes):
         # A traced run has the operator of a device, not what stands for it on a host.
-        return scaled_experts(*x, *weights, groups.ends)
+        traced: Tensor = scaled_experts(*x, *weights, groups.ends)
+        return traced
     if groups.sizes is None:
         from megatron_llama.model.nn.kernels import scaled_experts as kernels  # where Triton is
 
