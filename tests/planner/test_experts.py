@@ -9,6 +9,7 @@ from megatron_llama.cli import main
 from megatron_llama.errors import ConfigError
 from megatron_llama.metrics.flops import flops_per_token
 from megatron_llama.model.plan.dispatch import dispatch_messages
+from megatron_llama.model.plan.fp8 import code_bytes
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.choice import choose
 from megatron_llama.planner.expert_work import expert_work
@@ -278,6 +279,18 @@ def test_memory_of_experts_in_fp8_is_that_of_a_run(name: str) -> None:
     assert memory_estimate(plain) < memory_estimate(plan) < plan.needed
     # Of narrow experts, and room for rows of which a quarter is needed, the codes take longer than products save.
     assert (plan.step_time.compute < plain.step_time.compute) is (name != "qwen")
+
+
+def test_codes_take_turns_where_weights_do() -> None:
+    """Of Maverick every second block is dense: of two slots one has all of these, and of three each has both kinds by turns, at most the codes of a
+    block with experts."""
+    whole = config("llama4-maverick", 256, **BY_UNIT, recompute_granularity="full")
+    attention = code_bytes((40 + 2 * 8) * 128, 5120) + code_bytes(5120, 40 * 128)
+    dense = attention + code_bytes(2 * 16384, 5120) + code_bytes(5120, 16384)
+    sparse = attention + code_bytes(129 * 2 * 8192, 5120) + code_bytes(129 * 5120, 8192)
+    for slots, expected in (("2", dense + sparse), ("3", 3 * sparse)):
+        chosen = replace(whole, parallel=replace(whole.parallel, param_slots=slots), training=replace(whole.training, fp8="blockwise"))
+        assert MemoryPlan(resolve(chosen, 256), 256).state_by_component(0)["weight codes in FP8"] == expected
 
 
 def test_both_kinds_of_blocks_have_their_own_share_in_fp8() -> None:
