@@ -277,7 +277,7 @@ def test_memory_of_experts_in_fp8_is_that_of_a_run(name: str) -> None:
     whole = MemoryPlan(plan.config, plan.machine.gpus)
     assert plan.needed == whole.needed(granularity, whole.recompute_layers() if granularity != "none" else 0)
     assert memory_estimate(plain) < memory_estimate(plan) < plan.needed
-    # Of narrow experts, and room for rows of which a quarter is needed, the codes take longer than products save.
+    # Of narrow experts, room for rows of which a quarter is needed, and blocks that take turns in slots, codes take longer than products save.
     assert (plan.step_time.compute < plain.step_time.compute) is (name != "qwen")
 
 
