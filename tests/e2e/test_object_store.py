@@ -9,7 +9,7 @@ from pathlib import Path
 import megatron_llama as ml
 import pytest
 from megatron_llama.checkpoint import checkpoint_dir
-from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
+from megatron_llama.checkpoint.storage_paths import copy_files, is_remote, local_copy, storage_path
 from megatron_llama.tune.sft.built_in_templates import BUILT_IN
 from megatron_llama.tune.sft.chat import ChatTokenizer
 
@@ -42,6 +42,20 @@ def test_a_run_that_saves_to_a_url(layout: Layout, background: dict, product: Pr
     (folder / "tokenizer" / "chat_template.jinja").write_text(BUILT_IN["chatml"])
     model = ml.load(url, "trained")
     assert ChatTokenizer(model.tokenizer).template.source == BUILT_IN["chatml"], "files beside a tokenizer are there as long as the model"
+
+
+def test_folders_in_folders_go_there_and_back(tmp_path: Path) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "one.bin").write_bytes(b"\x00\xff")
+    (tmp_path / "run" / "logs" / "two.txt").write_text("words")
+    store = storage_path("memory://bucket/run")
+    copy_files(tmp_path / "run", store)
+    with local_copy(store) as folder:
+        assert {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()} == {
+            "one.bin": b"\x00\xff",
+            "logs/two.txt": b"words",
+        }
+    assert not folder.exists()
 
 
 @pytest.mark.long

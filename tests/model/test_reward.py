@@ -9,6 +9,7 @@ import torch
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.model.hf import hf_config_from_model
+from megatron_llama.model.init import WithScore
 from megatron_llama.model.llama import Stage
 from megatron_llama.model.load import load_stages
 from megatron_llama.model.plan.params import stage_units, whole_model
@@ -42,6 +43,19 @@ def hf_reward_model(model: ModelConfig, weights_of: WeightSource | None = None) 
     written = hf_config_from_model(model, dtype="float32")
     config = transformers.AutoConfig.for_model(**written, attn_implementation="eager")
     return filled(getattr(transformers, written["architectures"][0])(config), model, weights_of or DrawnWeights(model))
+
+
+def test_a_language_model_begins_with_a_drawn_score() -> None:
+    """All other weights are its own."""
+    model = reward_model()
+    stage = paper_stage(model, whole_model(model), 0)
+    source = WithScore(DrawnWeights(MODEL), 5, 0.02)
+    load_stages([stage], specs_of(stage_units(model, whole_model(model), 0)), source, dtype=torch.float32, device=CPU)
+    theirs = dict(loaded(model).named_parameters())
+    for name, parameter in stage.named_parameters():
+        assert torch.equal(parameter, theirs[name]) is ("score" not in name), name
+    [score] = [parameter for name, parameter in stage.named_parameters() if "score" in name]
+    assert 0.01 < float(score.std()) < 0.03
 
 
 @pytest.mark.tries("num_labels")

@@ -193,6 +193,8 @@ def test_what_happened_is_told_in_order_with_its_cost(tmp_path: Path) -> None:
         "8 processes before, 4 now; --lr 0.0003 before, 9.0 now"
     ).replace("0.0003", text(config.optimizer.lr))
     assert kinds[5][1].startswith("nothing was said at its end") and "done again" not in kinds[6][1]
+    marked = [text for text in alone(report_page([summary])).texts if text.startswith("iteration ") and " to iteration 2" in text]
+    assert marked[0] == f"iteration 2: {kinds[1][1]}" and "restarts and returns to a checkpoint" in report_page([summary])
     assert kinds[7][1] == "no line for 0:41:00, usually 0:01:00" and found.listed[7].iteration == 20
 
 

@@ -159,21 +159,27 @@ class ExpertActivations(Activations):
     def gradients(self, recomputed: Granularity) -> int:
         """Return the most bytes of gradients in the backward pass of a block: of a dense one, if
         there is one, or of one with experts, whichever has more. In that of the latter the
-        gradients and both factors of each product exist at once."""
+        gradients and both factors of one product exist at once."""
         width = self._width
         hidden = self.load.rows * self.model.hidden_size * self.itemsize
-        # In fp32: products by which weights have their gradients, and sums over the experts.
-        wide = width // self.itemsize * self.fp32_itemsize
+        # Of a product of two dtypes a host copies both factors to fp32.
+        copies = 3 if self.itemsize < self.fp32_itemsize else 1
+        wide = copies * self.fp32_itemsize
+        second = 2 * width + width // self.itemsize * wide
+        # The gradients of rows, which are summed over the experts of a token in fp32. Then the rows
+        # are gathered again for the weight gradient, or before for those of weights of inputs.
         sums = 2 * self._received // self.itemsize * self.fp32_itemsize
+        if self.model.moe_apply_probs_on_input:
+            sums = max(sums, hidden + hidden // self.itemsize * wide)
+        first = 2 * width + max(sums, self._received)
         # Tokens of all ranks, gradients of their outputs and of themselves. Of those that are
         # exchanged the first are kept, or are among what is made again.
         gathered = (2 if self.exchanges else 3) * self._received if self.ep > 1 else 0
         again = self.sparse_block("none") - self.sparse_block(recomputed)
-        # The rows' gradients are summed over the experts of a token, then its rows are gathered
-        # again for the weight gradient. The gradients of output and residual stream wait.
-        last = max(sums, hidden + self._received) + 2 * self.hidden
-        # Before that, a host copies both factors of a product of two dtypes to fp32.
-        experts = again + gathered + hidden + max(hidden + 5 * width + last, 2 * width + 3 * wide)
+        # The gradients of output and residual stream wait.
+        products = hidden + max(first, second)
+        # A host's gated activation multiplies its gradient by one half before the other.
+        experts = again + gathered + max(products, 4 * width) + 2 * self.hidden
         if self._shared:
             # Its backward pass comes before that of the others, and leaves its input's gradient in
             # place of all that it kept.

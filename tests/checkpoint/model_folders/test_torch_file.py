@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron_llama.checkpoint.model_folders.torch_file import ALIGNMENT, write_torch_file
+from megatron_llama.checkpoint.model_folders.torch_file import ALIGNMENT, TorchWeights, write_torch_file
 from megatron_llama.checkpoint.torch_file import TorchFile
 from megatron_llama.checkpoint.torch_pickle import Inert
 from megatron_llama.converter.tensor_map import MappedTensor, TensorMap
@@ -72,6 +72,12 @@ def test_code_is_refused_by_name_and_not_run(tmp_path: Path) -> None:
     assert not target.exists()
     torch.load(path, weights_only=False)
     assert target.exists()  # the attack is a real one
+
+
+@pytest.mark.parametrize("content", [[torch.ones(2)], {"w": torch.ones(2), "step": 5}, {"w": torch.ones(2), 0: torch.ones(2)}])
+def test_weights_are_names_with_tensors(tmp_path: Path, content: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"a\.pt: got other things, expected names with tensors"):
+        TorchWeights(TorchFile(saved(tmp_path / "a.pt", content)))
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "text", "pickle", "missing", "folder"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_llama.config.schema import ModelConfig
+from megatron_llama.model.nn import interleaved
 from megatron_llama.model.nn.compiled import _rotate_back
 from megatron_llama.model.nn.functional import split_heads
 from megatron_llama.model.nn.host.attention import rotated_attention
@@ -164,3 +165,24 @@ def test_a_part_of_each_head_rotates(width: int) -> None:
     [own] = torch.autograd.grad(whole, leaf, upstream)
     [other] = torch.autograd.grad(apart.permute(2, 0, 1, 3).flatten(2), plain, upstream)
     torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-10)
+
+
+def test_neighbouring_dims_rotate_as_llama_4s() -> None:
+    """And so do gradients; values' stay as they are."""
+    from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
+
+    generator = torch.Generator().manual_seed(3)
+    length, batch, heads = 7, 2, (4, 2, 2)
+    query, key = (torch.randn(length, batch, count, HEAD_DIM, generator=generator) for count in heads[:2])
+    cos, sin = Rotary(HEAD_DIM, 100.0, None, 64).table(torch.arange(length).unsqueeze(-1))
+    leaves = query.clone().requires_grad_(), key.clone().requires_grad_()
+    turns = torch.complex(cos, sin)[:, 0, 0].expand(batch, -1, -1)
+    expected = [part.transpose(0, 1) for part in apply_rotary_emb(*(leaf.transpose(0, 1) for leaf in leaves), turns)]
+    for part, theirs in zip((query, key), expected, strict=True):
+        interleaved.rotate(part, cos, sin)
+        torch.testing.assert_close(part, theirs, rtol=1e-6, atol=1e-6)
+
+    grads = [torch.randn(length, batch, count, HEAD_DIM, generator=generator) for count in heads]
+    theirs_back = torch.autograd.grad(expected, leaves, grads[:2])
+    found = interleaved.rotate_back(*grads, cos, sin)
+    torch.testing.assert_close(found, torch.cat((*theirs_back, grads[2]), 2), rtol=1e-6, atol=1e-6)

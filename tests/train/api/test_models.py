@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +41,20 @@ def test_a_state_dict_has_the_tensors_of_transformers(run: Path, hf: Path) -> No
         assert all(torch.equal(state[name], theirs[name]) and state[name].dtype == torch.float32 for name in state)
     narrow = ml.load(run, dtype="bfloat16")
     assert all(torch.equal(narrow[name], theirs[name].bfloat16()) for name in theirs)
+
+
+def test_an_export_keeps_the_ids_of_the_run(run: Path, tmp_path: Path) -> None:
+    """Another tokenizer may go with it that has more tokens, and none in which ids stand for other text."""
+    tokenizer = json.loads((run / "tokenizer" / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    other = shutil.copytree(run / "tokenizer", tmp_path / "other")
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (other / "SHA256SUMS").unlink()
+    with pytest.raises(ml.UserError, match="leave --tokenizer-model out"):
+        ml.save_hf(run, tmp_path / "hf", tokenizer_model=other)
+    assert not (tmp_path / "hf").exists()
 
 
 @torch.no_grad()

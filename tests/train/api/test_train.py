@@ -78,7 +78,6 @@ def test_what_is_wrong_with_options_is_said_at_once() -> None:
         ml.train(5)  # type: ignore[arg-type]
 
 
-@pytest.mark.long
 def test_the_lease_outlives_the_process_that_writes(options: Options, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """That one may be publishing a checkpoint until it has ended."""
     close, held = BackgroundSaver.close, []
@@ -136,7 +135,6 @@ class Asks(ml.Callback):
             run.stop()
 
 
-@pytest.mark.long
 def test_a_callback_asks_for_a_checkpoint_and_for_the_end(options: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asks = Asks(save=1, stop=3)
     result = ml.train(options, [asks], save=tmp_path, async_save=True)

@@ -102,6 +102,12 @@ def test_more_tokens_behind_those_of_the_dataset_fit(layouts: Path, tmp_path: Pa
         f"the tokenizer {layouts}/mistral has 600 tokens and the end token 2; {larger}, which belongs to the weights, has 601 and 2"
     )
 
+    other = weights(tmp_path / "other", layouts / "mistral")
+    names = json.loads((other / "tokenizer_config.json").read_text())
+    (other / "tokenizer_config.json").write_text(json.dumps({**names, "eos_token": "<s>"}))
+    [warning] = found(prefix, tokenizer=layouts / "mistral", init_from_hf=other).warnings
+    assert warning.endswith(f"the end token 2; {other}, which belongs to the weights, has 600 and 1")
+
 
 def test_a_tokenizer_of_other_weights(layouts: Path, tmp_path: Path) -> None:
     """Of a HuggingFace folder, without any dataset (as in SFT)."""

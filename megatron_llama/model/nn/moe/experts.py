@@ -111,39 +111,49 @@ class _ExpertMLP(torch.autograd.Function):
 
         if both is None:
             both = ctx.products.linear(input_rows(), gate_up, groups)
-        active = gate.forward(both)
-        out_grad = rows(grad)
-        grad_rows = groups.gather(out_grad)
+        needs_both = needs_x or needs_gate_up or (on_input and needs_weights)
 
-        # The gradient of the second product's input, for a weight of 1. Its product with that input
-        # is the gradient of a row's weight, so no output of the second product is kept.
-        active_grad = weights_grad = x_grad = gate_up_grad = down_grad = None
-        if needs_x or needs_weights or needs_gate_up:
-            second_read.check()
-            active_grad = ctx.products.linear_backward(grad_rows, down, groups)
-        if needs_weights and not on_input:
-            assert active_grad is not None
-            weights_grad = groups.dots(active_grad, active, weights)
-        if needs_down:
-            weighted = active if on_input else groups.weighted(active, weights)
-            down_grad = _weight_gradient(
-                down,
-                second_read.handle,
-                groups,
-                lambda: (grad_rows, weighted),
-                postponed=lambda: (groups.gather(out_grad), weighted),
-            )
-        if needs_x or needs_gate_up or (on_input and needs_weights):
+        def through_second(both: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+            """Return the gradients of the second product's input, of the experts' weights of each
+            token, and of the product's weight. What they are made from is gone then."""
+            active = gate.forward(both)
+            out_grad = rows(grad)
+            grad_rows = groups.gather(out_grad)
+            active_grad = weights_grad = down_grad = None
+            # The gradient of the input for a weight of 1. Its product with that input is the
+            # gradient of a row's weight, so no output of the second product is kept.
+            if needs_both or needs_weights:
+                second_read.check()
+                active_grad = ctx.products.linear_backward(grad_rows, down, groups)
+            if needs_weights and not on_input:
+                assert active_grad is not None
+                weights_grad = groups.dots(active_grad, active, weights)
+            if needs_down:
+                weighted = active if on_input else groups.weighted(active, weights)
+                down_grad = _weight_gradient(
+                    down,
+                    second_read.handle,
+                    groups,
+                    lambda: (grad_rows, weighted),
+                    postponed=lambda: (groups.gather(out_grad), weighted),
+                )
+            return active_grad, weights_grad, down_grad
+
+        active_grad, weights_grad, down_grad = through_second(both)
+        x_grad = gate_up_grad = None
+        if needs_both:
             assert active_grad is not None
             if not on_input:
                 groups.weigh(active_grad, weights)
             both_grad = gate.backward(active_grad, both)
+            del active_grad, both
             if needs_x or (on_input and needs_weights):
                 first_read.check()
                 input_grad = ctx.products.linear_backward(both_grad, gate_up, groups)
                 if on_input and needs_weights:
                     weights_grad = groups.dots(input_grad, gathered(None), weights)
                 x_grad = groups.sum(input_grad, weights if on_input else None).view(grad.shape)
+                del input_grad
             if needs_gate_up:
                 gate_up_grad = _weight_gradient(
                     gate_up, first_read.handle, groups, lambda: (both_grad, input_rows())
