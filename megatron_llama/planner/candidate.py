@@ -127,14 +127,15 @@ class Candidate:
         job = self.job
         partition = self.short.partition
         head = Kernels(job, self.fit).head().seconds
-        blocks: dict[tuple[float, float], tuple[BlockTime, float, float]] = {}
+        blocks: dict[tuple[float, ...], tuple[BlockTime, float, float]] = {}
         times = []
         for stage, layers in enumerate(partition.layers):
             count = len(layers)
-            shares = self._narrow(layers), self._sparse(layers)
+            shares = self._narrow(layers), *self._sparse(layers)
             if shares not in blocks:
-                narrow, sparse = shares
-                blocks[shares] = self._blocks(replace(job, narrow=narrow, sparse=sparse))
+                narrow, sparse, both = shares
+                own = replace(job, narrow=narrow, sparse=sparse, narrow_experts=both)
+                blocks[shares] = self._blocks(own)
             block, recomputed, weight = blocks[shares]
             recompute = min(self.recomputing, count)
             last = stage == partition.stages - 1
@@ -165,14 +166,14 @@ class Candidate:
             return self.job.narrow
         return sum(layer in fp8_layers(self.config) for layer in layers) / len(layers)
 
-    def _sparse(self, layers: range) -> float:
-        """Return the share of a stage's blocks that have experts."""
-        model = self.config.model
-        if not model.num_experts or not layers:
-            return self.job.sparse
-        from megatron_llama.model.plan.experts import is_sparse  # of few models
+    def _sparse(self, layers: range) -> tuple[float, float]:
+        """Return the share of a stage's blocks that have experts, and of these the share whose
+        products are in the job's precision."""
+        if not self.config.model.num_experts or not layers:
+            return self.job.sparse, self.job.narrow_experts
+        from megatron_llama.planner.expert_work import sparse_shares  # of few models
 
-        return sum(is_sparse(model, layer) for layer in layers) / len(layers)
+        return sparse_shares(self.config, layers)
 
     def _blocks(self, job: TrainingJob) -> tuple[BlockTime, float, float]:
         """Return the time of a block that recomputes nothing, and the seconds of the backward pass

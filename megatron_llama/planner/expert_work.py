@@ -7,6 +7,7 @@ load, and so are gathered messages and rows; exchanges are those of an equal one
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -15,13 +16,25 @@ from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.engine.plan.specs import ParamSpec
 from megatron_llama.model.plan.activation_memory import Activations
 from megatron_llama.model.plan.dispatch import Load, dispatch_messages, load_of, tokens_of_a_rank
+from megatron_llama.model.plan.expert_fp8 import SparseScales, row_code_bytes, sparse_scale_messages
 from megatron_llama.model.plan.expert_memory import ExpertActivations
 from megatron_llama.model.plan.experts import DOWN, GATE_UP, SHARED, is_sparse
-from megatron_llama.model.plan.fp8 import ROUTER
+from megatron_llama.model.plan.fp8 import (
+    BLOCKWISE,
+    ROUTER,
+    SCALE_BYTES,
+    SIDE,
+    TENSORWISE,
+    code_bytes,
+    fp8_layers,
+)
 from megatron_llama.model.plan.params import Shapes
-from megatron_llama.model.plan.router_losses import count_bytes
+from megatron_llama.model.plan.router_losses import count_messages
 from megatron_llama.model.plan.tensor_messages import BlockMessages
 from megatron_llama.planner.training_job import Matmul
+
+BF16_BYTES = 2
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,16 @@ class ExpertWork:
     """Those that selective recomputation adds to them."""
     messages: BlockMessages
     """Those over the ranks that divide experts."""
+    recipe: str
+    """That of --fp8."""
+    coded: int
+    """Bytes that a forward pass in FP8 reads and writes to make codes of rows."""
+    coded_back: int
+    """Those of a backward pass."""
+    coded_again: int
+    """Those that selective recomputation adds to them."""
+    scales: Mapping[str, SparseScales]
+    """The messages about scales of a block in FP8, by the name of the axis."""
     exchanges: bool
     """Whether they are exchanges, with counts for which the host waits."""
     counted: int
@@ -59,9 +82,16 @@ class ExpertWork:
     others_numel: int
     """Elements of router and shared expert."""
 
+    def codes(self, product: Matmul) -> int:
+        """Return the bytes of the codes and scales that a product of an expert reads."""
+        rows = row_code_bytes(self.recipe, product.m, product.k)
+        # The one order of two.
+        return rows + code_bytes(product.n, product.k, self.recipe) // 2
 
-def expert_work(config: Config) -> ExpertWork:
-    """Return the work of a block with experts of a resolved configuration."""
+
+def expert_work(config: Config, *, on_host: bool) -> ExpertWork:
+    """Return the work of a block with experts of a resolved configuration. ``on_host``: torch's
+    operators do what Triton's kernels do on a device."""
     model = config.model
     granularity = config.parallel.recompute_granularity
     shape = Activations.from_config(config)
@@ -70,7 +100,12 @@ def expert_work(config: Config) -> ExpertWork:
     experts = model.num_experts
     # Exchanged rows are as many as are chosen; gathered ones are those that may be chosen.
     load = load_of(config) if shape.exchanges else shape.load
-    moved = _Moved(shape, tokens, load)
+    # Kernels have no fp64.
+    is_fused = not on_host and shape.fp32_itemsize == FP32_BYTES
+    moved = (_MovedByKernels if is_fused else _Moved)(shape, tokens, load)
+    recipe = config.training.fp8
+    number = load.rows * _bytes_of_codes(recipe)
+    widths = model.hidden_size, model.moe_intermediate_size
     # Of a rank's experts, the tokens of all ranks that divide experts.
     rows = -(-shape.ep * tokens * model.num_experts_per_tok // experts)
     # Without the mapping ``rope_scaling`` a model is hashable.
@@ -88,13 +123,41 @@ def expert_work(config: Config) -> ExpertWork:
         moved_back=moved.backward,
         moved_again=moved.again,
         messages=dispatch_messages(config, recomputed=granularity == "selective"),
+        recipe=recipe,
+        # Rows and activations; gradients of outputs, and of the output of the first product.
+        coded=round(number * sum(widths)),
+        coded_back=round(number * (widths[0] + 2 * widths[1])),
+        coded_again=round(number * widths[0]),
+        scales=sparse_scale_messages(config),
         exchanges=shape.exchanges,
-        counted=count_bytes(config),
+        counted=max(count_messages(config).values(), default=0),
         kept=shape.sparse_block(granularity),
         working=shape.gradients(granularity),
         numel=sum(map(prod, (gate_up, down))) // shape.ep,
         others_numel=sum(map(prod, (router, *shared))),
     )
+
+
+def _bytes_of_codes(recipe: str) -> float:
+    """Return the bytes that move for each number of experts' rows when codes are made of it. With
+    scales of tiles a kernel reads it and writes the code, and a scale for 128; all rows for which
+    there is room, needed or not. With one scale a tensor torch's operators take the largest
+    magnitude, and copy to fp32, scale and clamp in place, and round."""
+    if recipe == BLOCKWISE:
+        return BF16_BYTES + 1 + SCALE_BYTES / SIDE
+    if recipe == TENSORWISE:
+        return BF16_BYTES + (BF16_BYTES + FP32_BYTES) + 4 * FP32_BYTES + (FP32_BYTES + 1)
+    return 0.0
+
+
+def sparse_shares(config: Config, layers: range) -> tuple[float, float]:
+    """Return the share of these blocks that have experts, and of those the share that multiplies in
+    FP8, if any block does."""
+    sparse = [layer for layer in layers if is_sparse(config.model, layer)]
+    narrow = fp8_layers(config)
+    is_mixed = bool(narrow) and bool(sparse)
+    in_fp8 = sum(layer in narrow for layer in sparse) / len(sparse) if is_mixed else 1.0
+    return len(sparse) / len(layers), in_fp8
 
 
 @lru_cache(maxsize=8)
@@ -118,8 +181,8 @@ def used_numel(spec: ParamSpec, model: ModelConfig, tp: int) -> float:
 
 @dataclass(frozen=True)
 class _Moved:
-    """Bytes that the operators of ``model/nn/moe`` read and write, without products: each operator
-    by itself, since none is fused."""
+    """Bytes that the operators of ``model/nn/moe`` read and write, without products: torch's, each
+    by itself. Numbers of rows, of experts and of places are left out."""
 
     shape: ExpertActivations
     tokens: int
@@ -217,3 +280,51 @@ class _Moved:
     def _weighted(self) -> int:
         """Return those of an element that a wide weight multiplies, and that is narrow again."""
         return self._narrow + self._wide + self._cast
+
+
+class _MovedByKernels(_Moved):
+    """Those where kernels of Triton do it (``model/nn/kernels/rows.py``, ``gate.py``), one pass
+    each. Rows that no token needs are neither read nor written."""
+
+    @property
+    def forward(self) -> int:
+        model = self.shape.model
+        routing = self.tokens * (self._hidden * self._cast + 3 * model.num_experts * self._wide)
+        rows = self._rows * (self._gathered + 3 * self._inner * self._narrow)
+        outputs = self._summed(self._rows, self.load.received)
+        return routing + rows + outputs + self._exchanged + self._shared
+
+    @property
+    def backward(self) -> int:
+        """Return those of a backward pass: of each row two gathers, and the inner activation,
+        made again; then, if weights multiply outputs, their gradients, the activation and its
+        gradient with these weights; and the gradient of both halves. Weights of inputs have theirs
+        from rows that are gathered once more."""
+        model = self.shape.model
+        routing = self.tokens * self._hidden * 2 * self._cast
+        row = 2 * self._gathered + (3 + 5) * self._inner * self._narrow
+        if model.moe_apply_probs_on_input:
+            row += 2 * self._gathered
+        else:
+            row += 3 * 2 * self._inner * self._narrow
+        outputs = self._summed(self._rows, self.load.received)
+        return routing + self._rows * row + outputs + self._exchanged + 2 * self._shared
+
+    @property
+    def again(self) -> int:
+        return (self._rows + self.shape.exchanges * self.load.sent) * self._gathered
+
+    @property
+    def _rows(self) -> int:
+        """Rows of a rank's experts that tokens need, if experts are equally loaded."""
+        return self.tokens * self._chosen
+
+    @property
+    def _exchanged(self) -> int:
+        if not self.shape.exchanges:
+            return 0
+        return self.load.sent * self._gathered + self._summed(self.load.sent, self.tokens)
+
+    def _summed(self, rows: int, tokens: int) -> int:
+        """Of rows that are read, and their sums of so many tokens, which are written."""
+        return (rows + tokens) * self._hidden * self._narrow

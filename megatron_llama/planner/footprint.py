@@ -110,7 +110,7 @@ def weight_code_bytes(job: TrainingJob) -> float:
     if job.precision not in CONVERTED:
         return 0.0
     layers = TURNS if job.codes_again else job.narrow_ends * job.model.num_hidden_layers / job.pp
-    return 2.0 * layers * sum(product.n * product.k for product in job.matmuls)
+    return 2.0 * layers * job.code_elements
 
 
 def footprint(job: TrainingJob, *, last: bool, workspaces: float = 0.0) -> Footprint:

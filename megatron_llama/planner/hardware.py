@@ -55,6 +55,11 @@ class Gpu:
     host_memory: int = 0
     """Bytes of the host's memory, as each GPU's equal share. 0 if the device is the host itself."""
 
+    @property
+    def is_host(self) -> bool:
+        """Whether the device is a host, on which no kernels of Triton run."""
+        return self.host_memory == 0
+
 
 _HOSTS: Mapping[str, tuple[float, float, int]] = MappingProxyType(
     {

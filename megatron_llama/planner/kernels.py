@@ -3,7 +3,7 @@ roofline model (Williams et al., 2009) with fitted efficiencies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -87,8 +87,7 @@ class Kernels:
         peak = gpu.peak * gpu.power * (gpu.single if job.itemsize > BF16_BYTES else 1.0)
         self.base_rate = peak * fit.of_gpu("matmul", gpu.family)
         """FLOP/s of products in 16 bits or more."""
-        narrow = job.narrow
-        self.rate = self.base_rate / ((1.0 - narrow) + narrow / self._speedup())
+        self.rate = self._rate(job.narrow)
         """The same of products in the job's precision, over all blocks."""
         self.all_narrow = job.precision not in CONVERTED
         """Whether weight gradients and low-rank additions are in the job's precision too, as other
@@ -97,6 +96,10 @@ class Kernels:
         single = gpu.peak * gpu.power * gpu.single
         self.single_rate = single * fit.of_gpu("matmul", gpu.family)
         """FLOP/s of products in fp32."""
+
+    def _rate(self, narrow: float) -> float:
+        """Return the FLOP/s of products of which so large a share is in the job's precision."""
+        return self.base_rate / ((1.0 - narrow) + narrow / self._speedup())
 
     def _speedup(self) -> float:
         """Return the rate of products in 8 or 4 bits relative to 16 bits, with conversions."""
@@ -114,11 +117,16 @@ class Kernels:
             return gpu.fp8 * (fit.fp8_b200 if gpu.family == "b200" else fit.fp8)
         return 1.0
 
-    def matmul(self, product: Matmul, *, reduced: bool = True) -> float:
+    def matmul(
+        self, product: Matmul, *, reduced: bool = True, narrow: float | None = None
+    ) -> float:
         """Return the seconds of one product. ``reduced`` says that the product is in the job's 8 or
-        4 bits, if it has these; the head is always in bfloat16."""
+        4 bits, if it has these; the head is always in bfloat16. ``narrow``: the share of the blocks
+        in which it is; None: that of all blocks."""
+        of_blocks = self.rate if narrow is None else self._rate(narrow)
+        rate = of_blocks if reduced else self.base_rate
         moved = self.fit.matmul_bytes * self.job.itemsize * product.elements
-        return product.flops / (self.rate if reduced else self.base_rate) + moved / self.gpu.hbm
+        return product.flops / rate + moved / self.gpu.hbm
 
     def attention(self) -> float:
         """Return the seconds of one block's attention in the forward pass of one microbatch, as the
@@ -163,10 +171,10 @@ class Kernels:
         activated = job.tokens * job.itemsize * gates * model.intermediate_size / job.tp
         return dense - job.sparse * activated / self.hbm
 
-    def moved(self, size: int) -> float:
-        """Return the seconds in which experts move ``size`` bytes in each block that has some, as
-        the mean of all blocks."""
-        return self.job.sparse * size / self.hbm
+    def moved(self, size: int, coded: int) -> float:
+        """Return the seconds in which experts move ``size`` bytes in each block that has some, and
+        ``coded`` more in each of them that is in 8 bits, as the mean of all blocks."""
+        return self.job.sparse * (size + self.job.narrow_experts * coded) / self.hbm
 
     def _keys_of_a_query(self) -> float:
         """Return the number of a rank's key heads for each query head."""
@@ -181,7 +189,8 @@ class Kernels:
         scale = fit.family(traits.family)
         launch = fit.launch_old if traits.family in OLD else fit.launch
         products = self._products() + self._additions()
-        moved = 0.0 if self.job.experts is None else self.moved(self.job.experts.moved)
+        work = self.job.experts
+        moved = 0.0 if work is None else self.moved(work.moved, work.coded)
         return PassTime(
             products * scale,
             self.attention() * scale,
@@ -196,7 +205,8 @@ class Kernels:
         memory = 2 * forward.memory
         if (work := self.job.experts) is not None:
             scale = self.fit.family(self.job.traits.family)
-            memory += self.moved(work.moved_back - 2 * work.moved) * scale
+            back = self.moved(work.moved_back, work.coded_back)
+            memory += (back - 2 * self.moved(work.moved, work.coded)) * scale
         return PassTime(
             forward.matmul + self.weight_gradients(),
             (2.5 if flash else 2.0) * forward.attention,
@@ -215,19 +225,32 @@ class Kernels:
         """Return the seconds of one pass of the products with the weights of one block, as the mean
         of blocks with and without experts."""
         job = self.job
-        seconds = sum(self.matmul(product, reduced=reduced) for product in job.matmuls)
-        if job.experts is None:
-            return seconds
-        shared = sum(self.matmul(product, reduced=reduced) for product in job.experts.shared)
-        experts = sum(self.grouped(product, reduced=reduced) for product in job.experts.grouped)
-        mlp = sum(self.matmul(product, reduced=reduced) for product in job.mlp)
-        return seconds + job.sparse * (shared + experts + self._router() - mlp)
+        work = job.experts
+        if work is None:
+            return sum(self.matmul(product, reduced=reduced) for product in job.matmuls)
+
+        def total(products: Sequence[Matmul], narrow: float) -> float:
+            return sum(self.matmul(product, reduced=reduced, narrow=narrow) for product in products)
+
+        experts = sum(self.grouped(product, reduced=reduced) for product in work.grouped)
+        sparse = total(work.shared, job.narrow_experts) + experts + self._router()
+        dense = total(job.mlp, job.narrow_dense)
+        return total(job.attention, job.narrow) + (1 - job.sparse) * dense + job.sparse * sparse
 
     def grouped(self, product: Matmul, *, reduced: bool = True) -> float:
         """Return the seconds of the products of all experts of a rank. Each takes as long as a
-        product of its own: the fewer tokens an expert has, the more its weight's bytes count."""
-        assert self.job.experts is not None
-        return self.job.experts.count * self.matmul(product, reduced=reduced)
+        product of its own: the fewer tokens an expert has, the more its weight's bytes count. In 8
+        bits factors are codes, with their scales."""
+        job = self.job
+        work = job.experts
+        assert work is not None
+        narrow = job.narrow_experts if reduced and job.precision in CONVERTED else 0.0
+        seconds = (1.0 - narrow) * self.matmul(product, reduced=False)
+        if narrow:
+            moved = work.codes(product) + job.itemsize * product.m * product.n
+            bytes_time = self.fit.matmul_bytes * moved / self.gpu.hbm
+            seconds += narrow * (product.flops / self._rate(1.0) + bytes_time)
+        return work.count * seconds
 
     def _router(self) -> float:
         assert self.job.experts is not None
@@ -256,7 +279,8 @@ class Kernels:
         if work is None:
             return PassTime(memory=memory)
         first = self.job.sparse * self.grouped(work.grouped[0])
-        return PassTime(matmul=first * scale, memory=memory + self.moved(work.moved_again) * scale)
+        moved = self.moved(work.moved_again, work.coded_again)
+        return PassTime(matmul=first * scale, memory=memory + moved * scale)
 
     def _additions(self) -> float:
         return sum(self.matmul(product, reduced=self.all_narrow) for product in self.job.additions)
@@ -264,8 +288,13 @@ class Kernels:
     def weight_codes(self) -> float:
         """Return the seconds in which the codes of one block's weights are made, without
         messages."""
-        moved = CONVERTED.get(self.job.precision, 0.0) * self.job.narrow
-        return moved * sum(product.n * product.k for product in self.job.matmuls) / self.hbm
+        job = self.job
+        moved = CONVERTED.get(job.precision, 0.0) * job.narrow * job.code_elements
+        if job.experts is not None and job.precision == TENSORWISE:
+            # Each expert has a scale of its own: its codes are made apart, and copied to their
+            # place.
+            moved += 2.0 * job.sparse * job.narrow_experts * job.experts.numel
+        return moved / self.hbm
 
     def head(self) -> PassTime:
         """Return the forward pass of head and loss: a product, and passes over fp32 logits."""

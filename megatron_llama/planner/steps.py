@@ -7,12 +7,12 @@ from dataclasses import astuple, dataclass, replace
 from math import log2
 from typing import TYPE_CHECKING
 
-from megatron_llama.model.plan.fp8 import SCALE_BYTES
+from megatron_llama.model.plan.fp8 import SCALE_BYTES, ScaleMessages
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.context_traffic import context_shares
 from megatron_llama.planner.footprint import fuller_end
 from megatron_llama.planner.kernels import Kernels, PassTime
-from megatron_llama.planner.links import RankGroups, rank_groups
+from megatron_llama.planner.links import RankGroup, RankGroups, rank_groups
 from megatron_llama.planner.tensor_pieces import exposed_pieces
 from megatron_llama.planner.training_job import TrainingJob
 
@@ -139,27 +139,48 @@ def _scales(
     """Return the passes with the messages about scales, which nothing hides, and with fewer bytes
     of gathers in 8 bits. A message about a gradient comes behind the gather of the input for the
     weight gradient, so with sequence parallelism the product no longer hides that gather."""
-    tensor, context = job.tensor_scales, job.context_scales
-    over_tp = job.narrow * groups.tp.reduce(SCALE_BYTES)
-    over_cp = job.narrow * groups.cp.reduce(SCALE_BYTES)
+    tensor, tensor_back = _agreeing(job, groups.tp, job.tensor_scales, "tp")
+    context, context_back = _agreeing(job, groups.cp, job.context_scales, "cp")
+    dense = job.narrow - job.narrow_sparse
     saved = 0.0
     if job.gathers_codes:
-        # Half of two gathers.
-        saved = job.narrow * (groups.tp.gather(job.stream) - groups.tp.gather(0.0))
+        # Half of two gathers; of a block with experts half of that of attention.
+        halves = dense + job.narrow_sparse / 2
+        saved = halves * (groups.tp.gather(job.stream) - groups.tp.gather(0.0))
     behind = 0.0
-    if job.sequence_parallel and tensor.backward and job.bubble == 1:
-        behind = job.narrow * (1 - job.trained.frozen) * tensor.backward
-    gathers = behind * groups.tp.gather(job.stream)
-    more = PassTime(tensor=tensor.forward * over_tp - saved, context=context.forward * over_cp)
-    back = PassTime(tensor=tensor.backward * over_tp + gathers, context=context.backward * over_cp)
-    return forward + more, backward + back
+    if job.sequence_parallel and job.tensor_scales.backward and job.bubble == 1:
+        # Of experts nothing is gathered.
+        behind = dense * job.tensor_scales.backward + job.narrow_sparse
+    gathers = (1 - job.trained.frozen) * behind * groups.tp.gather(job.stream)
+    more = PassTime(tensor=tensor - saved, context=context)
+    return forward + more, backward + PassTime(tensor=tensor_back + gathers, context=context_back)
+
+
+def _agreeing(
+    job: TrainingJob, group: RankGroup, dense: ScaleMessages, axis: str
+) -> tuple[float, float]:
+    """Return the seconds of the messages about scales along an axis in a forward and in a backward
+    pass: of a block as the mean of all."""
+    share = job.narrow - job.narrow_sparse
+    one = group.reduce(SCALE_BYTES)
+    forward, backward = share * dense.forward * one, share * dense.backward * one
+    work = job.experts
+    if work is not None and axis in work.scales:
+        single, experts = work.scales[axis]
+        every = group.reduce(SCALE_BYTES * work.count * work.ranks)
+        forward += job.narrow_sparse * (single.forward * one + experts.forward * every)
+        backward += job.narrow_sparse * (single.backward * one + experts.backward * every)
+    return forward, backward
 
 
 def weight_codes(job: TrainingJob, groups: RankGroups, kernels: Kernels) -> PassTime:
     """Return the time in which the codes of one block's weights are made, with the messages about
     their scales."""
-    messages = job.narrow * job.tensor_scales.weights * groups.tp.reduce(SCALE_BYTES)
-    return PassTime(memory=kernels.weight_codes(), tensor=messages)
+    messages = (job.narrow - job.narrow_sparse) * job.tensor_scales.weights
+    if job.experts is not None and "tp" in job.experts.scales:
+        messages += job.narrow_sparse * job.experts.scales["tp"].single.weights
+    seconds = messages * groups.tp.reduce(SCALE_BYTES)
+    return PassTime(memory=kernels.weight_codes(), tensor=seconds)
 
 
 def update_of_codes(job: TrainingJob, groups: RankGroups, kernels: Kernels) -> float:
@@ -186,7 +207,8 @@ def estimate(job: TrainingJob, fit: Coefficients) -> StepTime:
     wide = 0.0
     if job.narrow_ends != job.narrow:
         # Blocks of the first and of the last rank that are in 16 bits.
-        at_ends = replace(job, narrow=job.narrow_ends)
+        experts = job.narrow_experts * job.narrow_ends / job.narrow
+        at_ends = replace(job, narrow=job.narrow_ends, narrow_experts=experts)
         wide = share * block_time(at_ends, groups, Kernels(at_ends, fit), fit).seconds - middle
     last = middle + uneven - block.seconds + ends if job.ends_counted else middle + ends
     fullness = fuller_end(job) / job.machine.gpu.memory

@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from megatron_llama.config.parse import flag
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
 from megatron_llama.engine.offload_options import EXACT, NONE
 from megatron_llama.engine.plan.buckets import strategy_named
 from megatron_llama.engine.plan.head_exchange import exchanged_heads, sent_key_heads
 from megatron_llama.engine.plan.specs import ParamSpec
 from megatron_llama.engine.plan.zenflow import longest_window, sends_fp32
-from megatron_llama.errors import ConfigError
 from megatron_llama.model.plan.fp8 import (
     NO_SCALES,
     ScaleMessages,
@@ -189,6 +187,8 @@ class TrainingJob:
     precision: str = "bf16"
     narrow: float = 1.0
     """Share of the blocks whose products are in ``precision``; the others are in 16 bits."""
+    narrow_experts: float = 1.0
+    """The same of the blocks with experts."""
     narrow_ends: float = 1.0
     """The same of the blocks of the first and of the last pipeline rank."""
     tensor_scales: ScaleMessages = NO_SCALES
@@ -251,6 +251,34 @@ class TrainingJob:
     def mlp(self) -> tuple[Matmul, ...]:
         """Those of ``matmuls`` that a block with experts does not have."""
         return self._products(self._mlp_weights)
+
+    @cached_property
+    def attention(self) -> tuple[Matmul, ...]:
+        """Those of ``matmuls`` that it has."""
+        return self._products([spec for spec in self.weights if ".mlp." not in spec.name])
+
+    @property
+    def narrow_sparse(self) -> float:
+        """Share of all blocks that have experts and whose products are in ``precision``."""
+        return self.sparse * self.narrow_experts
+
+    @property
+    def narrow_dense(self) -> float:
+        """Share of the blocks without experts whose products are in ``precision``."""
+        dense = 1.0 - self.sparse
+        return min(1.0, max(0.0, self.narrow - self.narrow_sparse) / dense) if dense else 0.0
+
+    @property
+    def code_elements(self) -> float:
+        """Elements of the matrices of a block that are in ``precision``, as the mean of such blocks
+        with and without experts."""
+        dense = sum(product.n * product.k for product in self.matmuls)
+        if self.experts is None or not self.narrow:
+            return dense
+        mlp = sum(product.n * product.k for product in self.mlp)
+        shared = sum(product.n * product.k for product in self.experts.shared)
+        share = self.narrow_sparse / self.narrow
+        return dense + share * (self.experts.numel + shared - mlp)
 
     @property
     def _mlp_weights(self) -> list[ParamSpec]:
@@ -381,15 +409,7 @@ class TrainingJob:
 
 
 def job_of(config: Config, machine: Machine) -> TrainingJob:
-    """Return the work of a step of this trainer with a resolved configuration. Raises ConfigError
-    for experts in FP8."""
-    if config.model.num_experts and config.training.fp8 != "none":
-        raise ConfigError(
-            flag("fp8"),
-            got=f"{config.training.fp8} for a model with {flag('num_experts')}",
-            expected="none: the planner knows no messages and codes of experts in FP8",
-            do="plan without it, or choose a layout by hand: pretrain --dry-run counts its memory",
-        )
+    """Return the work of a step of this trainer with a resolved configuration."""
     parallel = config.parallel
     training = config.training
     model = config.model
@@ -418,12 +438,12 @@ def job_of(config: Config, machine: Machine) -> TrainingJob:
         blocks = int(parallel.recompute_num_layers) * pp * vpp
         recomputing = min(1.0, blocks / model.num_hidden_layers)
     sparse, experts = 0.0, None
+    narrow_experts = 1.0
     if model.num_experts:
-        from megatron_llama.model.plan.experts import sparse_layers
-        from megatron_llama.planner.expert_work import expert_work
+        from megatron_llama.planner.expert_work import expert_work, sparse_shares
 
-        if with_experts := sparse_layers(model):
-            sparse, experts = with_experts / layers, expert_work(config)
+        sparse, narrow_experts = sparse_shares(config, range(layers))
+        experts = expert_work(config, on_host=machine.gpu.is_host) if sparse else None
     return TrainingJob(
         model=model,
         machine=machine,
@@ -449,6 +469,7 @@ def job_of(config: Config, machine: Machine) -> TrainingJob:
         shards=shard_count(parallel, dp * cp),
         precision="bf16" if training.fp8 == "none" else training.fp8,
         narrow=len(narrow) / layers if narrow else 1.0,
+        narrow_experts=narrow_experts,
         narrow_ends=max(0.0, 1.0 - at_end) if narrow else 1.0,
         tensor_scales=scales.get("tp", NO_SCALES),
         context_scales=scales.get("cp", NO_SCALES),

@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_llama.config.schema import ModelConfig
+from megatron_llama.model.nn.fp8.experts import BlockwiseExperts
+from megatron_llama.model.nn.fp8.layers import Blockwise
 from megatron_llama.model.nn.moe import rows
 from megatron_llama.model.nn.moe.experts import expert_mlp
 from megatron_llama.model.nn.moe.routing import Router, route
 from megatron_llama.model.nn.moe.rows import TokenRows
 from megatron_llama.model.nn.ops import PLAIN, Gate
+from megatron_llama.model.plan.dispatch import largest_load
+from megatron_llama.model.plan.expert_memory import ExpertActivations
+from megatron_llama.planner.expert_work import _bytes_of_codes, _MovedByKernels
 from torch import Tensor
 
 from tests.kernels.closeness import DTYPES, draw, error
@@ -197,3 +203,64 @@ def test_a_block_with_experts_elsewhere(
     for number, (one, other, reference) in enumerate(zip(found, plain, exact, strict=True)):
         assert one.dtype is other.dtype
         assert error(one, reference) <= 1.5 * error(other, reference) + 4e-7, number
+
+
+@contextmanager
+def counted_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """Bytes of rows that kernels read and write, and (codes) those of making codes, by what these kernels get and return."""
+    from megatron_llama.model.nn.fp8 import kernels as fp8
+    from megatron_llama.model.nn.kernels import gate
+    from megatron_llama.model.nn.kernels import rows as kernels
+
+    found = {"rows": 0, "codes": 0}
+    # Each row that is gathered is read once.
+    reads: dict[Any, Callable[..., list[Tensor]]] = {
+        (kernels, "gather"): lambda result, x, *others: [result, result],
+        (kernels, "weigh"): lambda result, values, weights, order, end, out: [values, out],
+        (kernels, "sum_rows"): lambda result, values, *others: [values, result],
+        (kernels, "dots"): lambda result, left, right, *others: [left, right],
+        (gate, "_gated"): lambda result, gate_up, *others: [gate_up, result],
+        (gate, "_gradient"): lambda result, grad, gate_up, *others: [grad, gate_up, result],
+        (fp8, "tiles"): lambda result, x: [x, *result],
+    }
+
+    def noted(work: Callable[..., Any], touched: Callable[..., list[Tensor]], kind: str) -> Callable[..., Any]:
+        def note(*args: Any, **named: Any) -> Any:
+            result = work(*args, **named)
+            found[kind] += sum(tensor.nbytes for tensor in touched(result, *args))
+            return result
+
+        return note
+
+    with monkeypatch.context() as patch:
+        for (module, name), touched in reads.items():
+            patch.setattr(module, name, noted(getattr(module, name), touched, "codes" if module is fp8 else "rows"))
+        yield found
+
+
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("on_input", [False, True], ids=["outputs weighted", "inputs weighted"])
+def test_the_planner_counts_what_they_move(
+    on_input: bool, recompute: bool, in_fp8: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte, but for numbers of rows and places, and what the router does."""
+    from megatron_llama.model.nn.kernels.ops import KERNELS
+
+    sizes = Sizes(tokens=20, experts=3, top_k=2, hidden=256, inner=128)
+    of_experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_apply_probs_on_input": on_input, "moe_shared_expert_intermediate_size": 0}
+    model = ModelConfig(hidden_size=256, moe_intermediate_size=128, **of_experts)
+    shape = ExpertActivations(model, 1, 20, 2, load=largest_load(20, 2, experts=3, ep=1))
+    planned = _MovedByKernels(shape, 20, shape.load)
+    x, router, gate_up, down, grad = (tensor.to(device) for tensor in sizes.draw(2, torch.bfloat16))
+    handles = [Handle(weight) for weight in (router, gate_up, down)]
+    routing = route(x, router, Router(2, normalize=True))
+    products = BlockwiseExperts(Blockwise()) if in_fp8 else None
+    codes = _bytes_of_codes("blockwise") * 40 * in_fp8
+    with counted_bytes(monkeypatch) as found:
+        out = expert_mlp(x, routing, gate_up, down, KERNELS.gate("silu"), recompute=recompute, on_input=on_input, products=products)
+        assert found == {"rows": planned.forward - 20 * (256 * 6 + 3 * 3 * 4), "codes": codes * (256 + 128)}
+    with counted_bytes(monkeypatch) as found:
+        out.backward(grad)
+        assert found == {"rows": planned.backward - 20 * 256 * 12 + recompute * planned.again, "codes": codes * (256 + 256 + recompute * 256)}
+    assert all(handle.written for handle in handles)

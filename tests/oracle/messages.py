@@ -81,6 +81,8 @@ class _Step:
                 self.context_parallel()
             if self.parallel.expert_model_parallel_size > 1:
                 self.dispatch()
+            if self.config.training.moe_router_load_balancing_type == "seq_aux_loss":
+                self.count_tokens()
             self.pipeline()
         self.data_parallel()
         self.norm()
@@ -198,6 +200,12 @@ class _Step:
         self.add("ep", "all_to_all", 2 * weights, forward)
         self.add("ep", "all_to_all", stream, 2 * forward + 2 * backward + again * selective)
         self.add("ep", "all_to_all", weights, backward)
+
+    def count_tokens(self) -> None:
+        """The tokens of each expert in each sequence, as int32, wherever a router chooses: over tp and over cp, which split sequences."""
+        size = self.config.training.micro_batch_size * self.config.model.num_experts * 4
+        for axis, ranks in (("tp", self.shape.tp), ("cp", self.shape.cp)):
+            self.add(axis, "all_reduce", size, (self.sparse + self.sparse_again) * (ranks > 1))
 
     def pipeline(self) -> None:
         """One activation and one gradient over every boundary between stages of different ranks;

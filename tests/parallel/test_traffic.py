@@ -8,12 +8,14 @@ from dataclasses import astuple, dataclass, replace
 
 import pytest
 import torch
+from megatron_llama.config.schema import Config
 from megatron_llama.engine.plan.buckets import Bucket, BucketPlan
 from megatron_llama.engine.plan.overlap import gathered_during_backward, updated_during_backward
 from megatron_llama.launch.launcher import Place
 from megatron_llama.model.nn.moe.block import Gate
 from megatron_llama.model.plan.dispatch import Load, dispatch_messages
 from megatron_llama.model.plan.experts import is_sparse
+from megatron_llama.model.plan.router_losses import count_messages
 from megatron_llama.pipeline.plan.run_engine import rank_bucket_plan
 from megatron_llama.planner.context_traffic import context_traffic
 from megatron_llama.planner.trace.run import trace_run
@@ -23,7 +25,7 @@ from torch import Tensor
 from tests.harness import Cluster
 from tests.model.test_activation_memory import EXPERTS, Live, Run, Saved, storage
 from tests.oracle.messages import Messages, step_messages
-from tests.parallel.cases import STRATEGIES, Layout, Trainer, trainer
+from tests.parallel.cases import GLOBAL_BATCH_SIZE, STRATEGIES, Layout, Trainer, trainer
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,39 @@ def test_ranks_that_divide_experts_send_what_is_planned(cluster: Cluster, layout
         stages = ranks[:: layout.world_size // layout.pp]
         found = [sum(pair[place] for one in stages for (axis, _), pair in one.traffic.items() if axis == "ep") for place in (0, 1)]
         assert found == [passes * (planned.forward + planned.backward), passes * (planned.forward_bytes + planned.backward_bytes)]
+
+
+@dataclass(frozen=True)
+class Balanced(Run):
+    """The experts of each sequence are balanced."""
+
+    def config(self) -> Config:
+        """See Layout."""
+        config = super().config()
+        balance = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01}
+        return replace(config, training=replace(config.training, **balance))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Balanced(cp=2, tp=2, sp=True, microbatches=2, recompute="full", recompute_layers="3", fields=SPARSE),
+        Balanced(cp=2, dp=2, ep=2, recompute="selective", fields=SPARSE),
+        Balanced(cp=2, pp=2, microbatches=2, cp_comm="ring", fields=SPARSE),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_ranks_that_split_sequences_send_the_counts_that_are_planned(cluster: Cluster, layout: Balanced) -> None:
+    """Beside keys and values, and the messages of attention: one in each forward pass of a router."""
+    ranks = cluster.run(layout.world_size, count, layout)
+    assert_as_planned(layout, ranks)
+    planned = count_messages(layout.sized())
+    samples = GLOBAL_BATCH_SIZE // (layout.dp * layout.microbatches)
+    assert planned == dict.fromkeys(["tp", "cp"] if layout.tp > 1 else ["cp"], samples * EXPERTS["num_experts"] * 4)
+    # Of four blocks two have experts, the second and the last; the first three of a stage are computed again.
+    passes = (3 if layout.recompute == "full" else 2) * layout.microbatches // layout.pp
+    assert all(one.traffic["cp", "all_reduce"] == (passes, passes * planned["cp"]) for one in ranks)
 
 
 EXCHANGED = [

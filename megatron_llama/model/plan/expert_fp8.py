@@ -11,6 +11,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_llama.config.schema import Config, ModelConfig
+from megatron_llama.model.plan.activation_memory import Activations
+from megatron_llama.model.plan.chunks import Granularity
+from megatron_llama.model.plan.expert_memory import ExpertActivations
 from megatron_llama.model.plan.experts import is_sparse
 from megatron_llama.model.plan.fp8 import (
     SCALE_BYTES,
@@ -19,33 +22,32 @@ from megatron_llama.model.plan.fp8 import (
     dense_tile_bytes,
     fp8_layers,
     gathers_codes,
-    input_bytes,
+    tile_bytes,
 )
 
-FP32_BYTES = 4
 
-
-def largest_bytes_with_experts(config: Config, tokens: int, layers: Iterable[int]) -> int:
-    """Return the bytes of the codes and scales that a rank makes for the widest product of these
-    layers, all in FP8; with one scale a tensor the rows of experts exist in fp32, too."""
+def gradients_with_experts(
+    config: Config, shape: Activations, recomputed: Granularity, layers: Iterable[int]
+) -> int:
+    """Return the most bytes of gradients in the backward pass of one of these blocks, all in FP8,
+    codes and scales included. Those of attention, which are fewer, exist when what experts have
+    kept is gone."""
+    assert isinstance(shape, ExpertActivations)
     model = config.model
-    parallel = config.parallel
     sparse = [is_sparse(model, layer) for layer in layers]
-    largest = dense_tile_bytes(config, tokens, 0 if all(sparse) else model.intermediate_size)
-    if not any(sparse):
-        return largest
-    ep = parallel.expert_model_parallel_size
-    own_tokens = tokens // (
-        parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    )
-    rows = ep * own_tokens * min(model.num_experts_per_tok, model.num_experts // ep)
-    width = max(2 * model.moe_intermediate_size, model.hidden_size)
-    of_experts = input_bytes(config, rows, width)
-    if config.training.fp8 == TENSORWISE:
-        # A scale for each row.
-        of_experts = rows * (width * (1 + FP32_BYTES) + SCALE_BYTES)
-    shared = input_bytes(config, own_tokens, 2 * model.moe_shared_expert_intermediate_size)
-    return max(largest, of_experts, shared)
+    most = shape.sparse_gradients(recomputed, config.training.fp8) if any(sparse) else 0
+    if all(sparse):
+        return most
+    codes = dense_tile_bytes(config, shape.tokens, model.intermediate_size)
+    return max(most, shape.dense_gradients(recomputed) + codes)
+
+
+def row_code_bytes(recipe: str, rows: int, columns: int) -> int:
+    """Return the bytes of the codes and scales of experts' rows. With one scale a tensor each row
+    has a copy of its own."""
+    if recipe == TENSORWISE:
+        return rows * (columns + SCALE_BYTES)
+    return tile_bytes(rows, columns)
 
 
 class SparseScales(NamedTuple):

@@ -158,8 +158,23 @@ class ExpertActivations(Activations):
 
     def gradients(self, recomputed: Granularity) -> int:
         """Return the most bytes of gradients in the backward pass of a block: of a dense one, if
-        there is one, or of one with experts, whichever has more. In that of the latter the
-        gradients and both factors of one product exist at once."""
+        there is one, or of one with experts, whichever has more."""
+        dense = sparse_layers(self.model) < self.model.num_hidden_layers
+        sparse = self.sparse_gradients(recomputed)
+        return max(sparse, self.dense_gradients(recomputed) if dense else 0)
+
+    def dense_gradients(self, recomputed: Granularity) -> int:
+        """Return the same of a dense block."""
+        return super().gradients(recomputed)
+
+    def sparse_gradients(self, recomputed: Granularity, fp8: str = "none") -> int:
+        """Return the same of a block with experts: the gradients and both factors of one product
+        exist at once. ``fp8``: the recipe by which it multiplies.
+
+        A plan is made before a device is known, so it has what a host needs: it copies factors of
+        two dtypes to fp32, sums rows in fp32, and makes codes of numbers in fp32. Where Triton's
+        kernels run, none of these exist (but for the last with one scale a tensor): there it is an
+        upper bound."""
         width = self._width
         hidden = self.load.rows * self.model.hidden_size * self.itemsize
         # Of a product of two dtypes a host copies both factors to fp32.
@@ -178,12 +193,30 @@ class ExpertActivations(Activations):
         again = self.sparse_block("none") - self.sparse_block(recomputed)
         # The gradients of output and residual stream wait.
         products = hidden + max(first, second)
+        # Of the shared expert: both inner gradients and that of their product.
+        kept = 3 * self._shared
+        shared = again + kept
+        if fp8 != "none":
+            from megatron_llama.model.plan.expert_fp8 import row_code_bytes  # of few models
+
+            codes, more_codes = (
+                row_code_bytes(fp8, self.load.rows, columns)
+                for columns in (self.model.hidden_size, 2 * self.model.moe_intermediate_size)
+            )
+            # The gradient of the outputs with the activation, then that of the first product: each
+            # is in fp32 while its codes are made, and gone when the product is.
+            in_fp32 = self.fp32_itemsize // self.itemsize
+            products = max(
+                products,
+                hidden + width + codes + max(in_fp32 * hidden, width),
+                2 * width + more_codes + max(2 * in_fp32 * width, hidden),
+            )
+            inner = self.model.moe_shared_expert_intermediate_size
+            shared += row_code_bytes(fp8, self._residual_tokens, 2 * inner)
         # A host's gated activation multiplies its gradient by one half before the other.
         experts = again + gathered + max(products, 4 * width) + 2 * self.hidden
-        if self._shared:
-            # Its backward pass comes before that of the others, and leaves its input's gradient in
-            # place of all that it kept.
-            kept = 3 * self._shared
-            experts = max(again + kept, experts + self.hidden - kept)
-        dense = sparse_layers(self.model) < self.model.num_hidden_layers
-        return max(experts, super().gradients(recomputed) if dense else 0)
+        if not self._shared:
+            return experts
+        # The shared expert's backward pass comes before that of the others, and leaves its input's
+        # gradient in place of all that it kept.
+        return max(shared, experts + self.hidden - kept)

@@ -7,12 +7,17 @@ the ranks that hold its parts agree.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_llama.config.schema import Config
 from megatron_llama.engine.plan.buckets import BucketPlan
 from megatron_llama.engine.plan.specs import ParamSpec
+
+if TYPE_CHECKING:  # what knows nothing of layers in FP8
+    from megatron_llama.model.plan.activation_memory import Activations
+    from megatron_llama.model.plan.chunks import Granularity
 
 BLOCKWISE = "blockwise"
 TENSORWISE = "tensorwise"
@@ -58,19 +63,23 @@ def tile_bytes(tokens: int, columns: int) -> int:
     return tokens * (columns + SCALE_BYTES * (columns // SIDE))
 
 
-def largest_tile_bytes(config: Config, tokens: int, layers: Iterable[int]) -> int:
-    """Return the bytes of the codes and scales that a rank makes for the widest product of these
-    layers, the gradient through gate and up or through queries, keys and values. They last as long
-    as the product; layers keep what they keep without FP8, since weight gradients are made of
-    it."""
+def gradients_in_fp8(
+    config: Config, shape: Activations, recomputed: Granularity, layers: Iterable[int]
+) -> int:
+    """Return the most bytes of gradients in the backward pass of one of these blocks of a rank, as
+    ``Activations.gradients``, with the codes and scales of those that multiply in FP8: of the
+    widest product, the gradient through gate and up or through queries, keys and values. Codes last
+    as long as the product; layers keep what they keep without FP8, since weight gradients are made
+    of it."""
+    gradients = shape.gradients(recomputed)
     in_fp8 = [layer for layer in layers if layer in fp8_layers(config)]
     if not in_fp8:
-        return 0
+        return gradients
     if config.model.num_experts:
-        from megatron_llama.model.plan.expert_fp8 import largest_bytes_with_experts  # of few models
+        from megatron_llama.model.plan.expert_fp8 import gradients_with_experts  # of few models
 
-        return largest_bytes_with_experts(config, tokens, in_fp8)
-    return dense_tile_bytes(config, tokens, config.model.intermediate_size)
+        return max(gradients, gradients_with_experts(config, shape, recomputed, in_fp8))
+    return gradients + dense_tile_bytes(config, shape.tokens, config.model.intermediate_size)
 
 
 def dense_tile_bytes(config: Config, tokens: int, intermediate: int) -> int:
@@ -104,11 +113,10 @@ def fp8_weights(config: Config, bucket_plan: BucketPlan) -> Iterator[tuple[int, 
 
 
 def weight_code_bytes(config: Config, bucket_plan: BucketPlan) -> int:
-    """Return the bytes of the weight codes that a rank keeps: one weight's for each place where
-    weights lie, so blocks that take turns in slots also take turns in codes."""
-    places: dict[tuple[object, int], int] = {}
+    """Return the most bytes of weight codes that a rank keeps: those of weights that lie apart, so
+    blocks that take turns in slots also take turns in codes, whether dense or with experts."""
+    by_slot: dict[object, set[tuple[int, int, int]]] = {}
     for bucket, start, spec in fp8_weights(config, bucket_plan):
-        place = bucket_plan.parameter_slots[bucket], start
         rows, columns = spec.shape
         experts = 1
         if config.model.num_experts:
@@ -116,8 +124,20 @@ def weight_code_bytes(config: Config, bucket_plan: BucketPlan) -> int:
 
             experts = experts_in(config.model, spec)
         size = code_bytes(rows, columns, config.training.fp8, experts)
-        places[place] = max(places.get(place, 0), size)
-    return sum(places.values())
+        place = start, start + rows * columns, size
+        by_slot.setdefault(bucket_plan.parameter_slots[bucket], set()).add(place)
+    return sum(map(_most_apart, by_slot.values()))
+
+
+def _most_apart(places: Iterable[tuple[int, int, int]]) -> int:
+    """Return the largest sum of sizes of places, each (start, end, size), that do not overlap."""
+    ends = [0]
+    most = [0]
+    for start, end, size in sorted(places, key=lambda place: place[1]):
+        before = most[bisect_right(ends, start) - 1]
+        ends.append(end)
+        most.append(max(most[-1], before + size))
+    return most[-1]
 
 
 class ScaleMessages(NamedTuple):

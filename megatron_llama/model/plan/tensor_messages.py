@@ -27,10 +27,10 @@ def sparse_block_messages(config: Config) -> BlockMessages:
     """Count the messages of a block with experts: those of attention, which are half of a dense
     block's, and the counts of a loss that balances the experts of a sequence. Tokens stay where
     they are."""
-    from megatron_llama.model.plan.router_losses import count_bytes  # of few models
+    from megatron_llama.model.plan.router_losses import count_messages  # of few models
 
     dense = block_messages(config)
-    counts = count_bytes(config) if config.parallel.tensor_model_parallel_size > 1 else 0
+    counts = count_messages(config).get("tp", 0)
     return BlockMessages(
         dense.forward // 2 + (counts > 0),
         dense.forward_bytes // 2 + counts,

@@ -61,6 +61,9 @@ _FLOPS: Mapping[str, Callable[[Sequence[Any]], int]] = MappingProxyType(
         "aten::_scaled_mm": lambda arguments: _of_product(*arguments[:2]),
         "aten::_scaled_mm_v2": lambda arguments: _of_product(*arguments[:2]),
         "mkldnn::_linear_pointwise": lambda arguments: _of_product(arguments[0], arguments[1].t()),
+        "megatron_llama::scaled_experts": lambda arguments: (
+            2 * arguments[0].numel() * arguments[2].shape[1]
+        ),
         "megatron_llama::addmm_fp32": lambda arguments: _of_product(*arguments[1:3]),
         "aten::_scaled_dot_product_flash_attention_for_cpu": _forward_attention,
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _backward_attention,

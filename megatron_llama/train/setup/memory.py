@@ -305,12 +305,13 @@ class MemoryPlan:
         # everything has been freed before one is computed again, so recomputing does not add to the
         # peak.
         recomputes = any(0 < len(self.partition.layers[stage]) <= recomputing for stage in stages)
-        blocks = self.shape.gradients(granularity if recomputes else "none")
+        recomputed = granularity if recomputes else "none"
+        blocks = self.shape.gradients(recomputed)
         if self.config.training.fp8 != "none":
-            from megatron_llama.model.plan.fp8 import largest_tile_bytes
+            from megatron_llama.model.plan.fp8 import gradients_in_fp8
 
             layers = [layer for stage in stages for layer in self.partition.layers[stage]]
-            blocks += largest_tile_bytes(self.config, self.shape.tokens, layers)
+            blocks = gradients_in_fp8(self.config, self.shape, recomputed, layers)
         last = self.partition.stages - 1 in stages
         return max(
             blocks, self.shape.loss(in_chunks=self.in_chunks) if last else 0

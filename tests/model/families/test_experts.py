@@ -148,11 +148,13 @@ def test_what_is_not_written_for_experts_is_refused_by_name(options: dict[str, o
 
 
 def test_what_is_exchanged_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 4,096 tokens 2,734 need a rank of eight: none of its 16 of 128 experts is among eight drawn with the chance 112/128 x 111/127 x ..."""
-    sizes = ["--seq-length", "4096", "--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "1", "--bf16"]
+    """Of a rank's 4,096 tokens 2,734 need a rank of eight: none of its 16 of 128 experts is among eight drawn with the chance 112/128 x 111/127 x ..."""
+    sizes = ["--seq-length", "8192", "--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "1", "--bf16"]
+    sizes += ["--context-parallel-size", "2", "--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "0.001"]
     divided = ["--expert-model-parallel-size", "8", "--moe-token-dispatcher-type", "alltoall", "--recompute-granularity", "selective"]
-    assert main(["pretrain", "--model", "qwen3-30b-a3b", *sizes, *divided, "--world-size", "8", "--dry-run"]) == 0
+    assert main(["pretrain", "--model", "qwen3-30b-a3b", *sizes, *divided, "--world-size", "16", "--dry-run"]) == 0
     printed = capsys.readouterr().out
+    assert f"  over cp       in a block with experts, of each microbatch, beside keys and values: forward 1 message, {sized(128 * 4)}" in printed
     rows = 8 * 2734
     forward, backward = rows * (2 * 4096 + 2 * 8 * 4) + 128, rows * (3 * 4096 + 8 * 4)
     assert "(ep 8 alltoall)" in printed

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from megatron_llama.config.schema import Config
+from megatron_llama.model.plan.expert_fp8 import sparse_scale_messages
 from megatron_llama.model.plan.fp8 import fp8_layers, scale_messages, weight_code_bytes
 from megatron_llama.model.plan.tensor_messages import block_messages
 from megatron_llama.planner.trace.run import trace_run
@@ -93,3 +94,45 @@ def test_messages_and_kept_codes_are_those_planned(name: str, recipe: str, gathe
         )
         scales = 2 * block // 128**2 * 4 // layout.tp if recipe == "blockwise" else 4 * 4
         assert codes == layers * (2 * block // layout.tp + scales)
+
+
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": (2,)}
+EXPERTS |= dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), 128)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, ep=2, recompute="selective"), Layout(tp=2, sp=True, cp=2)], ids=lambda layout: layout.name)
+def test_experts_multiply_codes(layout: Layout, recipe: str) -> None:
+    """As many FLOPs as in bf16, the messages and kept codes that are planned, and products that read codes and no number that stands for one.
+    Of the two blocks in FP8 the first has experts."""
+    config, world = in_fp8(replace(layout, microbatches=MICROBATCHES), fp8=recipe), layout.world_size
+    config = resolve(replace(config, model=replace(config.model, **EXPERTS)), world)
+    trace, plain = trace_run(config, world), trace_run(in_bf16(config), world)
+    [stage], [in_16_bits] = trace.stages, plain.stages
+    assert trace.flops(stage) == plain.flops(in_16_bits) > 0
+    kept, left = (sum(one.bytes for one in which.lifetimes if one.made >= 0 and one.ended < 0) for which in (stage, in_16_bits))
+    assert kept - left == weight_code_bytes(config, MemoryPlan(config, world).bucket_plans[0]) > 0
+    sent, less = trace.traffic(stage), plain.traffic(in_16_bits)
+    scales, dense = sparse_scale_messages(config), scale_messages(config)
+    for axis in ("tp", "cp", "dp", "ep", "world"):
+        calls, size = (sent.get((axis, "all_reduce"), (0, 0))[place] - less.get((axis, "all_reduce"), (0, 0))[place] for place in (0, 1))
+        of_one = of_all = 0
+        if axis in scales:
+            single, experts = scales[axis]
+            of_one = sum(MICROBATCHES * (kind.forward + kind.backward) + kind.weights for kind in (single, dense[axis]))
+            of_all = MICROBATCHES * (experts.forward + experts.backward)
+        assert (calls, size) == (of_one + of_all, 4 * (of_one + 4 * of_all)), axis
+    # Forward both products, backward both gradients of inputs, and the first product again, (outputs, inputs) of each of a rank's experts. Rows
+    # are all for which there is room.
+    here = 4 // layout.ep
+    rows = config.training.seq_length // (layout.tp * layout.cp) * layout.ep * 2
+    products = [(256, 128), (128, 128), (128, 128), (128, 256), *[(256, 128)] * (layout.recompute == "selective")]
+    side = 128 if recipe == "blockwise" else 0
+    each = [
+        rows * (inputs + 2 * outputs) + here * (outputs * inputs + 4) + 4 * (rows * inputs // side + here * outputs * inputs // side**2 if side else rows + here)
+        for outputs, inputs in products
+    ]
+    found = {one: times for one, times in trace.operator_calls(stage).items() if one.name == "megatron_llama::scaled_experts"}
+    assert sum(found.values()) == MICROBATCHES * len(products)
+    assert sum(one.bytes * times for one, times in found.items()) == MICROBATCHES * sum(each)

@@ -175,6 +175,44 @@ def test_in_fp8(recipe: Literal["blockwise", "tensorwise"]) -> None:
     assert near(most, plan.activations(0, "none", 0))
 
 
+@dataclass(frozen=True)
+class ExpertsInCodes(WithExperts):
+    """The experts of its two inner layers multiply in FP8."""
+
+    recipe: Literal["blockwise", "tensorwise"] = "blockwise"
+    fp8: bool = True
+    hidden: int = 128
+    inner: int = 384
+
+    def config(self) -> Config:
+        """See Layout."""
+        config = super().config()
+        sizes = {"hidden_size": self.hidden, "moe_intermediate_size": self.inner, "intermediate_size": 128}
+        return replace(config, model=replace(config.model, **sizes), training=replace(config.training, fp8=self.recipe))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ExpertsInCodes(vocabulary=300, step=1, recompute="full", hidden=512, inner=128),
+        ExpertsInCodes(vocabulary=300, step=1, recompute="selective"),
+        ExpertsInCodes(vocabulary=300, step=1, recompute="full", shared=1024),
+        ExpertsInCodes(vocabulary=300, step=1, recompute="full", recipe="tensorwise"),
+    ],
+    ids=lambda case: f"{case.recipe} {case.name} {case.hidden} {case.shared}",
+)
+def test_with_experts_in_fp8(layout: ExpertsInCodes) -> None:
+    """Of wide rows and narrow experts most is there while the gradients of outputs become codes; otherwise in a weight gradient, which is in
+    bf16."""
+    plan = layout.plan()
+    most, left, evaluated = of_a_step(Place(0, 1, 0), layout)
+    assert left == 0 and evaluated < most
+    assert near(most, plan.activations(0, layout.recompute, plan.recompute_layers()))
+    in_bf16 = plan.activations(0, layout.recompute, 4) - plan._working(0, layout.recompute, 4) + plan.shape.gradients(layout.recompute)
+    assert (in_bf16 < 0.95 * most) is (layout.hidden > layout.inner)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "in_chunks"),

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron_llama.engine import host_gemm
 from megatron_llama.engine.comm import collectives
+from megatron_llama.engine.comm import device as devices
 from megatron_llama.engine.mesh import Axis, Mesh
 from megatron_llama.model.nn.fp8 import tensorwise
 from megatron_llama.model.nn.fp8.codes import Blocks, tiles
@@ -47,6 +48,10 @@ class Coded(NamedTuple):
 def expert_product(x: Coded, weights: Coded, groups: ExpertRows) -> Tensor:
     """Multiply each expert's rows of x [n, k] by its matrix, of weights [E, f, k]: bf16, [n, f]."""
     width = weights.codes.shape[1]
+    if devices.is_fake(x.codes):
+        # A traced run has the operator of a device, not what stands for it on a host.
+        traced: Tensor = scaled_experts(*x, *weights, groups.ends)
+        return traced
     if groups.sizes is None:
         from megatron_llama.model.nn.kernels import scaled_experts as kernels  # where Triton is
 
@@ -59,6 +64,23 @@ def expert_product(x: Coded, weights: Coded, groups: ExpertRows) -> Tensor:
             matrix = _decoded(weights.codes[expert], weights.scales[expert])
             out[start:end] = host_gemm.linear(part, matrix).to(torch.bfloat16)
     return out
+
+
+@torch.library.custom_op("megatron_llama::scaled_experts", mutates_args=())
+def scaled_experts(
+    codes: Tensor, scales: Tensor, weights: Tensor, weight_scales: Tensor, ends: Tensor
+) -> Tensor:
+    """The kernel's product (``nn/kernels/scaled_experts.py``) as one operator."""
+    from megatron_llama.model.nn.kernels import scaled_experts as kernels  # where Triton is
+
+    return kernels.linear(codes, scales, weights, weight_scales, ends)
+
+
+@scaled_experts.register_fake
+def _scaled_experts(
+    codes: Tensor, scales: Tensor, weights: Tensor, weight_scales: Tensor, ends: Tensor
+) -> Tensor:
+    return codes.new_empty((len(codes), weights.shape[1]), dtype=torch.bfloat16)
 
 
 def _decoded(codes: Tensor, scales: Tensor) -> Tensor:

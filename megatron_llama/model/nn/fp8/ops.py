@@ -17,16 +17,21 @@ def tiles(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes [..., k] and scales [..., k / 128] of x [..., k]."""
     split = torch.unflatten(x, -1, (-1, SIDE))
     factors = _factors(split.abs().amax(-1).float())
-    codes = (split * factors.unsqueeze(-1)).to(torch.float8_e4m3fn)
-    return codes.flatten(-2), factors.reciprocal()
+    return _codes(split, factors.unsqueeze(-1)).flatten(-2), factors.reciprocal()
 
 
 def blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes [n, k] and scales [n / 128, k / 128] of a weight [n, k]."""
     split = torch.unflatten(torch.unflatten(weight, 1, (-1, SIDE)), 0, (-1, SIDE))
     factors = _factors(split.abs().amax((1, 3)).float())
-    codes = (split * factors.unsqueeze(1).unsqueeze(3)).to(torch.float8_e4m3fn)
+    codes = _codes(split, factors.unsqueeze(1).unsqueeze(3))
     return codes.reshape(weight.shape), factors.reciprocal()
+
+
+def _codes(numbers: Tensor, factors: Tensor) -> Tensor:
+    """Return the codes of numbers times fp32 factors."""
+    # In place: a product of two dtypes would copy the numbers to fp32 beside its result.
+    return numbers.to(torch.float32, copy=True).mul_(factors).to(torch.float8_e4m3fn)
 
 
 def _factors(amax: Tensor) -> Tensor:

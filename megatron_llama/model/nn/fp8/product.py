@@ -18,8 +18,9 @@ def product(x: Tiles, weight: Blocks) -> Tensor:
     """Multiply x [..., k] by weight [n, k]: bf16, [..., n].
 
     By definition it is the fp32 product of the numbers that the codes stand for, rounded to bf16,
-    and on a CPU it is computed so. A GPU multiplies the codes, and rounds its sums elsewhere."""
-    if devices.is_host(x.codes.device):
+    and on a CPU it is computed so. A GPU multiplies the codes, and rounds its sums elsewhere; a
+    traced run has its operator."""
+    if devices.is_host(x.codes.device) and not devices.is_fake(x.codes):
         return host_gemm.linear(decoded(x), decoded(weight)).to(torch.bfloat16)
     tokens = x.codes.shape[:-1].numel()
     codes, scales = (values.flatten(0, -2) for values in x)

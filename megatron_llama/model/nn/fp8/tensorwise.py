@@ -102,8 +102,9 @@ def decoded(encoded: Codes) -> Tensor:
 
 def product(x: Codes, weight: Codes) -> Tensor:
     """Multiply x [..., k] by weight [n, k]: bf16, [..., n], of sums in fp32. On a CPU they are sums
-    of decoded numbers: not every torch multiplies codes there."""
-    if devices.is_host(x.codes.device):
+    of decoded numbers: not every torch multiplies codes there. A traced run has a GPU's
+    operator."""
+    if devices.is_host(x.codes.device) and not devices.is_fake(x.codes):
         return host_gemm.linear(decoded(x), decoded(weight)).to(torch.bfloat16)
     out = F.scaled_mm(
         x.codes.flatten(0, -2),

@@ -352,6 +352,8 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
                 f"{sized(tensor.forward_bytes)}; backward {tensor.backward}, "
                 f"{sized(tensor.backward_bytes)}{cut}"
             )
+    if config.model.num_experts:
+        yield from _counts_report(config)
     own_layers = [layer for stage in stages for layer in partition.layers[stage]]
     yield from _scales(config, [layer for layer in own_layers if layer in fp8_layers(config)])
     staging = plan.staging(rank)
@@ -428,6 +430,18 @@ def _scale_line(axis: str, where: str, scales: ScaleMessages) -> str:
         f"  scales        over {axis}, {where} in FP8, of each microbatch: forward "
         f"{scales.forward} messages, backward {scales.backward}, {SCALE_BYTES} B each{weights}"
     )
+
+
+def _counts_report(config: Config) -> Iterator[str]:
+    """Yield a line about the counts of experts' tokens that context-parallel ranks send each
+    other."""
+    from megatron_llama.model.plan.router_losses import count_messages  # of few models
+
+    if size := count_messages(config).get("cp"):
+        yield (
+            "  over cp       in a block with experts, of each microbatch, beside keys and values: "
+            f"forward 1 message, {sized(size)}, the tokens of each expert in a sequence"
+        )
 
 
 def _dispatch_report(plan: MemoryPlan) -> Iterator[str]:
