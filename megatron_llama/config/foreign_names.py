@@ -28,6 +28,10 @@ _BAD_STEP = "--on-bad-step and --loss-spike-factor"
 _BOARD = "--tensorboard-dir"
 _ROUTER_LOSS = "--moe-router-load-balancing-type hf_aux_loss with --moe-aux-loss-coeff"
 _NO_CAPACITY = "no token is dropped here, so experts have no capacity"
+_EXPERT_RANKS = "--expert-model-parallel-size"
+_DENSE_BLOCKS = "--decoder-sparse-step or --mlp-only-layers, the dense layers"
+_NO_NOISE = "routers have no noise here"
+_WHOLE_EXPERTS = "every rank has its experts whole"
 _PAIR_LENGTH = "--seq-length, which holds both halves of a pair"
 
 INSTEAD: Mapping[str, str] = MappingProxyType(
@@ -38,8 +42,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "window_size": "--sliding-window, which counts a query's own position too",
         "window_attn_skip_freq": "--layer-types with the kind of each layer",
         "add_bias_linear": "--attention-bias and --mlp-bias",
-        "moe_router_pre_softmax": "--norm-topk-prob, which is its opposite",
-        "moe_layer_freq": "--decoder-sparse-step or --mlp-only-layers, the dense layers",
+        "moe_layer_freq": _DENSE_BLOCKS,
         "moe_layer_recompute": f"{_RECOMPUTE} selective, which computes experts again",
         "num_layers_per_virtual_pipeline_stage": _INTERLEAVED,
         "decoder_first_pipeline_num_layers": _LAYERS,
@@ -82,6 +85,11 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "cpu_offload": "--optimizer-offload",
         "cpu_optimizer": "--optimizer-offload",
         "checkpoint_activations": f"{_RECOMPUTE} full",
+        "ep_size": _EXPERT_RANKS,
+        "ep_world_size": _EXPERT_RANKS,
+        "moe_expert_parallel_size": _EXPERT_RANKS,
+        "topk": "--num-experts-per-tok",
+        "moe_loss_coeff": "--moe-aux-loss-coeff with --moe-router-load-balancing-type",
         # torchtitan
         "model.name": "--model with a preset (`inspect presets` lists them)",
         "model.flavor": "--model with a preset (`inspect presets` lists them)",
@@ -113,8 +121,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "parallelism.enable_async_tensor_parallel": "--tp-comm-overlap",
         "parallelism.context_parallel_degree": "--context-parallel-size",
         "parallelism.context_parallel_rotate_method": "--cp-comm-type",
-        "parallelism.expert_parallel_degree": "--expert-model-parallel-size",
-        "ep": "--expert-model-parallel-size",
+        "parallelism.expert_parallel_degree": _EXPERT_RANKS,
+        "ep": _EXPERT_RANKS,
         "parallelism.pipeline_parallel_degree": "--pipeline-model-parallel-size",
         "parallelism.pipeline_parallel_schedule": "--pipeline-schedule",
         "parallelism.pipeline_parallel_microbatch_size": _MICRO,
@@ -135,6 +143,12 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "validation.freq": "--eval-interval",
         "validation.steps": "--eval-iters",
         "comm.train_timeout_seconds": "--distributed-timeout-minutes",
+        # config.json of models with experts
+        "num_local_experts": "--num-experts",
+        "n_routed_experts": "--num-experts",
+        "interleave_moe_layer_step": "--decoder-sparse-step",
+        "moe_layers": _DENSE_BLOCKS,
+        "first_k_dense_replace": _DENSE_BLOCKS,
         # HuggingFace's Trainer
         "model_name_or_path": "--init-from-hf FOLDER",
         "per_device_train_batch_size": _MICRO,
@@ -204,6 +218,16 @@ NOT_NEEDED: Mapping[str, str] = MappingProxyType(
         "moe_expert_capacity_factor": _NO_CAPACITY,
         "moe_pad_expert_input_to_capacity": _NO_CAPACITY,
         "moe_token_drop_policy": _NO_CAPACITY,
+        "moe_train_capacity_factor": _NO_CAPACITY,
+        "moe_eval_capacity_factor": _NO_CAPACITY,
+        "moe_min_capacity": _NO_CAPACITY,
+        "disable_moe_token_dropping": _NO_CAPACITY,
+        "moe_input_jitter_eps": _NO_NOISE,
+        "router_jitter_noise": _NO_NOISE,
+        "moe_extended_tp": _WHOLE_EXPERTS,
+        "enable_expert_tensor_parallelism": _WHOLE_EXPERTS,
+        "parallelism.expert_tensor_parallel_degree": _WHOLE_EXPERTS,
+        "create_moe_param_group": "experts have groups of their own already",
         "overlap_moe_expert_parallel_comm": "messages to experts are waited for here",
         "decoupled_lr": "--param-group 'embed_tokens*: lr=...' 'lm_head*: lr=...'",
         "decoupled_min_lr": "--param-group 'embed_tokens*: min_lr=...' 'lm_head*: min_lr=...'",

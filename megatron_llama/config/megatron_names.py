@@ -88,6 +88,8 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         "num_query_groups": Alias("num_key_value_heads"),
         "moe_router_topk": Alias("num_experts_per_tok"),
         "moe_ffn_hidden_size": Alias("moe_intermediate_size"),
+        # Then Megatron does not divide the probabilities of the chosen experts by their sum.
+        "moe_router_pre_softmax": Alias("norm_topk_prob", value="false"),
         "expert_tensor_parallel_size": Alias(
             convert=only("1"),
             help="every rank has its experts whole: only 1 is accepted, and "

@@ -191,6 +191,8 @@ def carried_config(
     """Return a ``config.json`` for the model, as ``hf_config_from_model`` makes it, with those
     fields of ``hf_config``, the model's original file, that do not contradict it: end tokens in a
     list, ids and notes that are no numbers of the model, an older spelling."""
+    family = FAMILIES[model.model_type]
+    kinds = {name: values[0] for name, values in family.neutral.items() if values}
     written = hf_config_from_model(model, dtype=dtype)
     meant = model_config_from_hf(written, where="config.json")
     for name in TOKEN_IDS if hf_config else ():
@@ -200,11 +202,22 @@ def carried_config(
     for name, value in hf_config.items():
         if name in WRITTEN_ANEW or (name in written and written[name] == value):
             continue
+        if name not in TOKEN_IDS:
+            # transformers 5 checks kinds: a folder with 4 or null for a switch does not load there.
+            value = _as_kind(value, written.get(name, {**kinds, **family.defaults}.get(name)))
         changed = {**written, name: value}
         with suppress(CheckpointError):
             if model_config_from_hf(changed, where="config.json") == meant:
                 written = changed
     return written
+
+
+def _as_kind(value: Any, other: Any) -> Any:
+    """Return a value that means the same as ``other``, of the same field, in the kind of that one.
+    Null there stands for any kind."""
+    if other is None or type(value) is type(other):
+        return value
+    return float(value) if type(other) is float and type(value) is int else other
 
 
 def _written_labels(model: ModelConfig) -> dict[str, Any]:

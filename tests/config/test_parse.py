@@ -361,6 +361,9 @@ def test_megatron_names() -> None:
     assert "data_order" in parsed.explicit
     assert "tie_word_embeddings" in parsed.explicit
     assert run("--layernorm-epsilon", "1e-6").get(ModelConfig).rms_norm_eps == 1e-6
+    before = run("--moe-router-pre-softmax")
+    assert not before.get(ModelConfig).norm_topk_prob and "norm_topk_prob" in before.explicit
+    assert run("--moe-router-pre-softmax", "false").get(ModelConfig).norm_topk_prob
     strategy = run("--use-distributed-optimizer").get(ParallelConfig).data_parallel_sharding_strategy
     assert strategy == "optim"
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.errors import CheckpointError
-from megatron_llama.model.hf import hf_config_from_model, model_config_from_hf, read_hf_config
+from megatron_llama.model.hf import carried_config, hf_config_from_model, model_config_from_hf, read_hf_config
 from megatron_llama.model.presets import PRESETS
 from transformers import AutoConfig
 
@@ -43,6 +43,22 @@ def test_absent_special_tokens_stay_absent(tmp_path: Path) -> None:
     assert (config.bos_token_id, config.eos_token_id, str(config.dtype)) == (None, None, "torch.bfloat16")
     config.save_pretrained(tmp_path / "again")
     assert read_hf_config(tmp_path) == read_hf_config(tmp_path / "again") == model
+
+
+def test_what_is_carried_has_the_kind_that_transformers_checks(tmp_path: Path) -> None:
+    """LLaMA 4 was published with 4 for a switch; files of transformers 4 have null and whole numbers. transformers 5 refuses them all."""
+    for preset, fields in {
+        "llama4-scout": {"attn_temperature_tuning": (4, True), "head_dim": (None, 128), "eos_token_id": ([7, 8], [7, 8])},
+        "mixtral-8x7b": {"router_jitter_noise": (0, 0.0), "router_aux_loss_coef": (0, 0.0), "output_router_logits": (None, False)},
+        "qwen3-30b-a3b": {"use_sliding_window": (None, False), "attention_bias": (None, False), "router_aux_loss_coef": (2, 2.0)},
+    }.items():
+        original = hf_config_from_model(PRESETS[preset], dtype="bfloat16") | {name: value for name, (value, _) in fields.items()}
+        model = model_config_from_hf(original, where="m/config.json")
+        (tmp_path / "config.json").write_text(json.dumps(carried_config(model, original, dtype="bfloat16")))
+        assert read_hf_config(tmp_path) == model
+        config = AutoConfig.from_pretrained(tmp_path)
+        for name, (_, expected) in fields.items():
+            assert (getattr(config, name), type(getattr(config, name))) == (expected, type(expected)), name
 
 
 def test_explicit_fields() -> None:

@@ -55,6 +55,8 @@ def kind_problems(where: str, model: ModelConfig, held: Collection[str] = ()) ->
     for name, value in LLAMA_KIND.items():
         if name not in held and getattr(model, name) != value:
             do = "take another format: hf and native hold every model"
+            if name == "num_experts":
+                do += ", torch_dist those of Mixtral and Qwen3-MoE"
             got = getattr(model, name)
             yield describe(f"{where} {name}", got=got, expected=f"{value}, as in LLaMA", do=do)
 

@@ -186,6 +186,7 @@ LLAMA4_TEXT = Family(
         "attn_temperature_tuning": True,
         "floor_scale": 8192,
         "attn_scale": 0.1,
+        "router_aux_loss_coef": 0.001,
     },
     neutral={
         # Its class adds no loss that balances experts, whatever this says.

@@ -52,6 +52,7 @@ MIXTRAL = Family(
         "rope_theta": 1e6,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
     },
     neutral={**BALANCING, "router_jitter_noise": (0.0,)},
     windows=EVERY_LAYER,

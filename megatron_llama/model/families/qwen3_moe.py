@@ -68,6 +68,7 @@ QWEN3_MOE = Family(
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
+        "router_aux_loss_coef": 0.001,
     },
     neutral=BALANCING,
     windows=Windows(_read_window, _write_window),
