@@ -204,7 +204,7 @@ def carried_config(
             continue
         if name not in TOKEN_IDS:
             # transformers 5 checks kinds: a folder with 4 or null for a switch does not load there.
-            value = _as_kind(value, written.get(name, {**kinds, **family.defaults}.get(name)))
+            value = _as_kind(value, written.get(name), {**kinds, **family.defaults}.get(name))
         changed = {**written, name: value}
         with suppress(CheckpointError):
             if model_config_from_hf(changed, where="config.json") == meant:
@@ -212,9 +212,13 @@ def carried_config(
     return written
 
 
-def _as_kind(value: Any, other: Any) -> Any:
-    """Return a value that means the same as ``other``, of the same field, in the kind of that one.
-    Null there stands for any kind."""
+def _as_kind(value: Any, written: Any, default: Any) -> Any:
+    """Return a value in the kind of what is written for its field, or of the default of the class
+    in transformers, which means the same. Null stays where nothing says that the class has another
+    default."""
+    if value is None and default is None and not isinstance(written, bool):
+        return None
+    other = default if written is None else written
     if other is None or type(value) is type(other):
         return value
     return float(value) if type(other) is float and type(value) is int else other
