@@ -195,8 +195,8 @@ class ExpertsInCodes(WithExperts):
 @pytest.mark.parametrize(
     "layout",
     [
-        ExpertsInCodes(vocabulary=300, step=1, recompute="full", hidden=512, inner=128),
         ExpertsInCodes(vocabulary=300, step=1, recompute="selective"),
+        ExpertsInCodes(vocabulary=300, step=1, recompute="full", hidden=512, inner=128),
         ExpertsInCodes(vocabulary=300, step=1, recompute="full", shared=1024),
         ExpertsInCodes(vocabulary=300, step=1, recompute="full", recipe="tensorwise"),
     ],
