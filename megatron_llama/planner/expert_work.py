@@ -226,15 +226,15 @@ class _Moved:
 
     @property
     def _exchanged(self) -> int:
-        """Of an exchange there and back: tokens are gathered in the order of ranks, and what comes
-        back is added up."""
+        """Bytes of an exchange there and back: tokens are gathered in the order of ranks, and what
+        comes back is added up."""
         if not self.shape.exchanges:
             return 0
         return self.load.sent * self._gathered + self._sums(self.tokens, is_weighted=False)
 
     def _sums(self, tokens: int, *, is_weighted: bool) -> int:
-        """Of the sums of the rows of so many tokens: each is looked up, widened, weighted and
-        added."""
+        """Return the bytes of the sums of the rows of so many tokens: each is looked up, widened,
+        weighted and added."""
         row = 2 * self._narrow + self._cast + 3 * self._wide + is_weighted * 2 * self._wide
         if self.shape.ep > 1:
             # Those of experts elsewhere are set to zero.
@@ -251,7 +251,7 @@ class _Moved:
 
     @property
     def _shared(self) -> int:
-        """Of the shared expert: its activation, and the sum with the others."""
+        """Bytes of the shared expert: its activation, and the sum with the others."""
         inner = self.shape.model.moe_shared_expert_intermediate_size
         return self.tokens * 3 * (inner + self._hidden) * self._narrow if inner else 0
 
@@ -326,5 +326,6 @@ class _MovedByKernels(_Moved):
         return self.load.sent * self._gathered + self._summed(self.load.sent, self.tokens)
 
     def _summed(self, rows: int, tokens: int) -> int:
-        """Of rows that are read, and their sums of so many tokens, which are written."""
+        """Return the bytes of rows that are read, and of their sums for so many tokens, which are
+        written."""
         return (rows + tokens) * self._hidden * self._narrow
